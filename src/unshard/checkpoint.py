@@ -1,0 +1,72 @@
+"""What lies on the disk, as a catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from unshard.errors import UnshardError
+from unshard.tensors import SourceFile, Tensor
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file beside the weights that belongs to the model (config, tokenizer, code): copied byte for byte.
+
+    `path` is where it goes in the output, relative, with forward slashes. `size` is in bytes.
+    """
+
+    path: str
+    file: SourceFile
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line of the report: something that a person must be able to know, and the tensors it is about."""
+
+    text: str
+    tensors: tuple[str, ...] = ()
+    level: Literal["note", "warning"] = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A catalog of tensors made of chunks, as a format found them, under the names that are stored.
+
+    format:   the format's registered name (`fsdp`, `full`, `huggingface`, …).
+    title:    one line for people: "FSDP2 DTensor, 4 ranks, mesh (fsdp=4)".
+    roots:    where the roots lie that extents and assets refer to.
+    tensors:  stored name → tensor, in stored order.
+    config:   the parsed config.json that belongs to it, if any.
+    assets:   files to copy, config.json among them.
+    world_size, mesh: what the ranks recorded; None or empty where there are no ranks.
+    placements: how often each placement occurs, for `inspect`: "Shard(0)" → 12.
+    adapter:  what the checkpoint says of its LoRA adapters beside the tensors: `lora_train_meta.json` or
+              `adapter_config.json`, parsed; None if neither is there.
+    skipped:  entries of the state dict that are no tensors, with the reason.
+    problems: errors that forbid a merge, all of them; `inspect` shows them.
+    """
+
+    format: str
+    title: str
+    roots: Mapping[str, Path]
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any] | None = None
+    assets: tuple[Asset, ...] = ()
+    world_size: int | None = None
+    mesh: tuple[tuple[str, int], ...] = ()
+    placements: Mapping[str, int] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    problems: tuple[UnshardError, ...] = ()
+
+    @property
+    def size_in_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(tensor.size_in_bytes for tensor in self.tensors.values())

@@ -1,0 +1,52 @@
+"""What every format offers. One module (or folder) per layout on disk, registered in `formats/__init__.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from unshard.checkpoint import Checkpoint, Shape
+
+KnownShapes: TypeAlias = Callable[[Mapping[str, Any] | None], Mapping[str, Shape] | None]
+"""From a config, the shapes of the model's parameters under their stored names in definition order; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The place that a format is asked about.
+
+    path:         a directory, or a file for formats that consist of one.
+    also:         further roots that hold pieces of the same checkpoint (node-local disks).
+    known_shapes: answers what shapes a model's parameters have, for layouts that do not store them.
+    """
+
+    path: Path
+    also: tuple[Path, ...] = ()
+    known_shapes: KnownShapes = field(default=lambda _config: None)
+
+    @property
+    def roots(self) -> Mapping[str, Path]:
+        """Root names for extents: `source` for the path itself (its parent, if it is a file), `also1`, `also2`, …"""
+        first = self.path if self.path.is_dir() else self.path.parent
+        return {"source": first} | {f"also{number}": path for number, path in enumerate(self.also, 1)}
+
+
+class Format(Protocol):
+    """A layout on disk. `detect` looks at names only (and small files); `read` builds the whole catalog.
+
+    `read` collects what is wrong in `Checkpoint.problems` instead of raising at the first; it raises FormatError only
+    where nothing can be said at all.
+    """
+
+    name: str
+    backends: Sequence[str]
+
+    def detect(self, path: Path) -> str | None:
+        """A few words on what lies at exactly this path ("4 FSDP ranks"), or None if it is not this format's."""
+        ...
+
+    def read(self, source: Source) -> Checkpoint:
+        """The catalog of the checkpoint at `source.path`."""
+        ...

@@ -1,0 +1,1 @@
+"""`.pt` files without PyTorch and without trust: archive, legacy stream, unpickler, records."""

@@ -1,0 +1,55 @@
+"""What a person can ask of a merge. The command line and the Python API fill this in; nobody else reads argv."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from unshard.settings import Settings
+
+DEFAULT_SHARD_SIZE = 5_000_000_000
+"""Bytes; transformers 4's and the hub's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """All options of `merge` and `plan`.
+
+    also:           further roots with pieces of the same checkpoint.
+    config:         a directory (or config.json) whose config, tokenizer and other side files are used.
+    names:          "hub" (as save_pretrained writes them), "stored", or a reference model's directory.
+    dtype:          "keep", "bf16", "fp16", "fp32": floating-point tensors only.
+    container:      "safetensors" or "bin".
+    max_shard_size: bytes of tensor data per weights file.
+    overwrite:      replace what lies at the output.
+    weights_only:   write stored names without a config; ties nothing.
+    verify:         how much of the contents is read back.
+    check_replicas: compare the bytes of all replicas before writing.
+    tie_embeddings: None: as the config says; True: drop lm_head though it differs; False: keep both, say so in config.
+    value_model:    the checkpoint is a critic or reward model.
+    attention_heads, key_value_heads: used where no config tells; must agree with one that does.
+    fuse_lora, adapter_only, lora_alpha: see the LoRA guide.
+    shapes_from:    a reference model's directory whose parameter shapes unflatten FSDP1 flat parameters.
+    """
+
+    also: tuple[Path, ...] = ()
+    config: Path | None = None
+    names: str = "hub"
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep"
+    container: Literal["safetensors", "bin"] = "safetensors"
+    max_shard_size: int = DEFAULT_SHARD_SIZE
+    overwrite: bool = False
+    weights_only: bool = False
+    verify: Literal["full", "sample", "structure"] = "full"
+    check_replicas: bool = False
+    tie_embeddings: bool | None = None
+    value_model: bool = False
+    attention_heads: int | None = None
+    key_value_heads: int | None = None
+    fuse_lora: bool = False
+    adapter_only: bool = False
+    lora_alpha: float | None = None
+    shapes_from: Path | None = None
+    backend: str | None = None
+    settings: Settings = field(default_factory=Settings)

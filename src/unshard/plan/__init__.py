@@ -1,0 +1,1 @@
+"""From a target to a plan: compile, prove, print, save."""

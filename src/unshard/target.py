@@ -1,0 +1,59 @@
+"""What will be written: output names, dtypes, files and byte offsets. Here the layout is already final."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unshard.checkpoint import Note
+from unshard.tensors import Tensor, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Four bytes at `at` that hold the little-endian CRC-32 of the file's bytes `start <= i < stop`; `at` ≥ `stop`."""
+
+    at: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """One file to write.
+
+    path:     relative to the output directory, forward slashes.
+    size:     bytes in all.
+    literals: (offset, bytes) known in advance: headers, whole small files.
+    tensors:  (offset, value): each lies row-major from `offset`. An asset is a U8 tensor like any other.
+    seals:    checksums to be filled in once the bytes they cover are written.
+    last:     the file that makes the output whole (the index, or the only weights file): published after the others.
+    """
+
+    path: str
+    size: int
+    literals: tuple[tuple[int, bytes], ...] = ()
+    tensors: tuple[tuple[int, Value], ...] = ()
+    seals: tuple[Seal, ...] = ()
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Two tensors whose bytes must be equal, or the merge stops with `message`: replicas, tied weights."""
+
+    left: Tensor
+    right: Tensor
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """All files of an output directory, the claims it rests on, and what the report must say about it."""
+
+    files: tuple[TargetFile, ...]
+    roots: Mapping[str, Path]
+    claims: tuple[Claim, ...] = ()
+    notes: tuple[Note, ...] = field(default=())

@@ -1,0 +1,20 @@
+"""Boxes, extents, chunks, tensors and their algebra. Nothing here reads a file."""
+
+from unshard.tensors.box import Box, flat_range_boxes, row_major_strides
+from unshard.tensors.chunk import Chunk, Extent, SourceFile, contiguous_chunk
+from unshard.tensors.tensor import Computed, Tensor, Value, concat, stack
+
+__all__ = [
+    "Box",
+    "Chunk",
+    "Computed",
+    "Extent",
+    "SourceFile",
+    "Tensor",
+    "Value",
+    "concat",
+    "contiguous_chunk",
+    "flat_range_boxes",
+    "row_major_strides",
+    "stack",
+]

@@ -1,0 +1,79 @@
+"""Pieces of tensors that exist somewhere on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from unshard.dtypes import DType
+from unshard.tensors.box import Box, row_major_strides
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file, by the name of the root it lies under and its path from there, so that a plan can travel.
+
+    The roots' own places are kept beside the catalog and the plan (`Checkpoint.roots`, `Plan.roots`).
+    """
+
+    root: str
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the bytes of a box lie: a strided view of a file.
+
+    `offset` is the byte at which the first element of the box lies, `strides` are bytes between neighbours along each
+    axis of the box (0 repeats, negative is not allowed), `dtype` is the stored type. With an `encoding` other than
+    `plain` the bytes must be decoded before the view applies: such an extent feeds tiles, never a copy.
+    """
+
+    file: SourceFile
+    offset: int
+    strides: tuple[int, ...]
+    dtype: DType
+    encoding: str = "plain"
+
+    def is_contiguous(self, sizes: Sequence[int]) -> bool:
+        """Whether a box of these sizes is one row-major run of bytes. Axes of one element do not count."""
+        expected = self.dtype.itemsize
+        for size, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
+            if size == 0:
+                return True
+            if size > 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a tensor: which elements, where their bytes are, and which rank saved them (None: not per rank)."""
+
+    box: Box
+    extent: Extent
+    rank: int | None = None
+
+    @property
+    def size_in_bytes(self) -> int:
+        return self.box.volume * self.extent.dtype.itemsize
+
+    def crop(self, box: Box) -> Chunk:
+        """The part of the chunk that lies in `box`, which must lie inside the chunk's own box."""
+        extent = self.extent
+        steps = box.relative_to(self.box.offsets).offsets
+        shift = sum([step * stride for step, stride in zip(steps, extent.strides, strict=True)])
+        moved = extent if shift == 0 else replace(extent, offset=extent.offset + shift)
+        return Chunk(box, moved, self.rank)
+
+
+def contiguous_chunk(
+    file: SourceFile, offset: int, shape: Sequence[int], dtype: DType, *, rank: int | None = None
+) -> Chunk:
+    """A chunk that is a whole tensor of this shape, lying row-major at byte `offset`."""
+    return Chunk(Box.whole(shape), Extent(file, offset, row_major_strides(shape, dtype.itemsize), dtype), rank)

@@ -1,0 +1,396 @@
+"""Tensors as lists of chunks, and the algebra that re-boxes them without touching a byte.
+
+What keeps the algebra small: besides its public shape, a tensor knows the *grid* on which its chunks are boxes. Each
+public axis is a row-major product of grid axes (`factors`). Splitting an axis refines the grid and cuts a box into at
+most three; merging axes only regroups them. So `view(groups, heads, dim) -> select -> merge`, as grouped QKV, rotary
+permutations, interleaves and packed experts need it, stays a handful of strided boxes, however many rows there are.
+The grid has the same row-major order as the public shape, so whoever writes the bytes may forget the public shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+from unshard.dtypes import DType
+from unshard.tensors.box import Box, flat_range_boxes
+from unshard.tensors.chunk import Chunk, Extent
+
+Factors: TypeAlias = tuple[tuple[int, ...], ...]
+"""Per public axis, the grid axes that it is the row-major product of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named tensor made of chunks. Frozen: every operation returns a new one.
+
+    dtype:   the type of the elements once read; a chunk stored in another type is cast when it is moved.
+    shape:   the public shape.
+    chunks:  boxes on the grid, with their places. Replicas are chunks with equal boxes. Nothing here promises that the
+             chunks cover the tensor: that is proven by the plan.
+    factors: see the module's docstring; by default each axis is its own grid axis.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    factors: Factors = ()
+
+    def __post_init__(self) -> None:
+        if len(self.factors) != len(self.shape):
+            if self.factors:
+                raise ValueError(f"{self.name}: {len(self.shape)} axes, but factors {self.factors}")
+            object.__setattr__(self, "factors", tuple([(size,) for size in self.shape]))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape on which the chunks' boxes lie; row-major the same as `shape`."""
+        return tuple([size for group in self.factors for size in group])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def size_in_bytes(self) -> int:
+        """Bytes of the whole tensor in its dtype (not in the stored one)."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether some chunk is stored in another type than the tensor's."""
+        return any(chunk.extent.dtype != self.dtype for chunk in self.chunks)
+
+    def rename(self, name: str) -> Tensor:
+        return replace(self, name=name)
+
+    def cast(self, dtype: DType) -> Tensor:
+        """The tensor in another floating-point type. Casts do not add up: a tensor is cast once, from what is stored.
+
+        Raises ValueError for types that are not floating point, and for a second cast.
+        """
+        if dtype == self.dtype:
+            return self
+        if self.is_cast or not (dtype.is_float and self.dtype.is_float):
+            raise ValueError(f"{self.name}: cannot cast {self.dtype} to {dtype}")
+        return replace(self, dtype=dtype)
+
+    # -- selection -----------------------------------------------------------------------------------------------------
+
+    def slice(self, axis: int, start: int, stop: int, step: int = 1) -> Tensor:
+        """Elements `start, start + step, … < stop` along one axis, as numpy's basic slicing with a positive step."""
+        axis, length = self._axis(axis), self.shape[axis]
+        start, stop = min(start, length), min(stop, length)
+        if step < 1 or start < 0 or stop < 0:
+            raise ValueError(f"{self.name}: slices take a positive step and no negative bounds")
+        count = max(0, -(-(stop - start) // step))
+        shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
+        if count == length:
+            return self
+        if count == 0 or self.size == 0:
+            return Tensor(self.name, self.dtype, shape, ())
+        group = self.factors[axis]
+        inner = prod(group[1:])
+        if len(group) > 1 and step == 1 and start % inner == 0 and stop % inner == 0:
+            source, start, stop = self, start // inner, stop // inner
+            group = (stop - start, *group[1:])
+        else:
+            source, group = self._with_plain_axis(axis), (count,)
+        where = sum(len(earlier) for earlier in source.factors[:axis])
+        chunks = [part for chunk in source.chunks if (part := _slice_chunk(chunk, where, start, stop, step))]
+        factors = (*source.factors[:axis], group, *source.factors[axis + 1 :])
+        return replace(source, shape=shape, chunks=tuple(chunks), factors=factors)
+
+    def select(self, axis: int, index: int) -> Tensor:
+        """The tensor at one index of an axis, without that axis."""
+        axis = self._axis(axis)
+        if not 0 <= index < self.shape[axis]:
+            raise ValueError(f"{self.name}: index {index} is outside an axis of {self.shape[axis]}")
+        one = self.slice(axis, index, index + 1)
+        shape = one.shape[:axis] + one.shape[axis + 1 :]
+        return one.reshape(shape)
+
+    def unstack(self, axis: int = 0) -> tuple[Tensor, ...]:
+        """All tensors along an axis, without that axis."""
+        return tuple([self.select(axis, index) for index in range(self.shape[self._axis(axis)])])
+
+    def split(self, axis: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Consecutive pieces of the given sizes, which must add up to the axis."""
+        if sum(sizes) != self.shape[self._axis(axis)]:
+            raise ValueError(f"{self.name}: pieces of {tuple(sizes)} do not add up to {self.shape[axis]}")
+        stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        return tuple([self.slice(axis, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)])
+
+    # -- shape ---------------------------------------------------------------------------------------------------------
+
+    def transpose(self, order: Sequence[int] | None = None) -> Tensor:
+        """Axes in another order; by default the last two swapped."""
+        if order is None:
+            order = (*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"{self.name}: {tuple(order)} is no order of {self.ndim} axes")
+        starts = [sum(len(group) for group in self.factors[:axis]) for axis in range(self.ndim)]
+        places = [starts[axis] + number for axis in order for number in range(len(self.factors[axis]))]
+        chunks = tuple([_pick_axes(chunk, places) for chunk in self.chunks])
+        return replace(
+            self,
+            shape=tuple([self.shape[axis] for axis in order]),
+            chunks=chunks,
+            factors=tuple([self.factors[axis] for axis in order]),
+        )
+
+    def reshape(self, shape: Sequence[int]) -> Tensor:
+        """The same elements in row-major order under another shape."""
+        shape = tuple(shape)
+        if prod(shape) != self.size:
+            raise ValueError(f"{self.name}: {self.shape} cannot become {shape}")
+        if self.size == 0:
+            return Tensor(self.name, self.dtype, shape, ())
+        grid, chunks, place = list(self.grid), self.chunks, 0
+        factors: list[tuple[int, ...]] = []
+        for size in shape:
+            start, missing = place, size
+            while missing > 1:
+                if missing % grid[place] == 0:
+                    missing //= grid[place]
+                    place += 1
+                elif grid[place] % missing == 0:
+                    chunks = _split_axis(chunks, place, (missing, grid[place] // missing))
+                    grid[place : place + 1] = [missing, grid[place] // missing]
+                else:
+                    end = place + 1
+                    while prod(grid[place:end]) % missing:
+                        end += 1
+                    chunks = _merge_axes(chunks, grid, place, end)
+                    grid[place:end] = [prod(grid[place:end])]
+            factors.append(tuple(grid[start:place]))
+        if place < len(grid):  # axes of one element are left over
+            if factors:
+                factors[-1] += tuple(grid[place:])
+            else:
+                chunks = tuple([_pick_axes(chunk, ()) for chunk in chunks])
+        return Tensor(self.name, self.dtype, shape, chunks, tuple(factors))
+
+    def broadcast(self, axis: int, size: int) -> Tensor:
+        """An axis of one element repeated `size` times."""
+        axis = self._axis(axis)
+        if self.shape[axis] != 1:
+            raise ValueError(f"{self.name}: axis {axis} has {self.shape[axis]} elements; only one can be repeated")
+        source = self._with_plain_axis(axis)
+        where = sum(len(group) for group in source.factors[:axis])
+
+        def repeated(chunk: Chunk) -> Chunk:
+            sizes, strides = list(chunk.box.sizes), list(chunk.extent.strides)
+            sizes[where], strides[where] = size, 0
+            extent = replace(chunk.extent, strides=tuple(strides))
+            return Chunk(Box(chunk.box.offsets, tuple(sizes)), extent, chunk.rank)
+
+        return replace(
+            source,
+            shape=(*source.shape[:axis], size, *source.shape[axis + 1 :]),
+            chunks=tuple([repeated(chunk) for chunk in source.chunks]) if size else (),
+            factors=(*source.factors[:axis], (size,), *source.factors[axis + 1 :]),
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _axis(self, axis: int) -> int:
+        if not -self.ndim <= axis < self.ndim:
+            raise ValueError(f"{self.name}: no axis {axis} in shape {self.shape}")
+        return axis % self.ndim
+
+    def _with_plain_axis(self, axis: int) -> Tensor:
+        """The same tensor whose `axis` is one grid axis."""
+        group = self.factors[axis]
+        if len(group) == 1:
+            return self
+        where = sum(len(earlier) for earlier in self.factors[:axis])
+        chunks = _merge_axes(self.chunks, self.grid, where, where + len(group))
+        factors = (*self.factors[:axis], (self.shape[axis],), *self.factors[axis + 1 :])
+        return replace(self, chunks=chunks, factors=factors)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A tensor whose elements are computed from others by a registered pure function (`run.functions`).
+
+    function:   the registered name; parameters: its JSON parameters.
+    inputs:     the tensors it reads. All work is done on bands of the output's first axis; `banded[i]` is the axis of
+                input i that is cut with the same bounds, or None where each band needs the whole input.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    function: str
+    parameters: Mapping[str, object]
+    inputs: tuple[Tensor, ...]
+    banded: tuple[int | None, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_in_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def rename(self, name: str) -> Computed:
+        return replace(self, name=name)
+
+    def cast(self, dtype: DType) -> Computed:
+        """The result in another floating-point type; the function rounds once, at its end."""
+        if not (dtype.is_float and self.dtype.is_float):
+            raise ValueError(f"{self.name}: cannot cast {self.dtype} to {dtype}")
+        return replace(self, dtype=dtype)
+
+
+Value: TypeAlias = Tensor | Computed
+"""What an output tensor can be made from."""
+
+
+def concat(tensors: Sequence[Tensor], axis: int = 0, *, name: str | None = None) -> Tensor:
+    """Tensors one behind the other along an axis; all else must agree.
+
+    Raises ValueError where dtypes or the other axes differ.
+    """
+    first = tensors[0]
+    axis = first._axis(axis)
+    others = {(t.dtype, (*t.shape[:axis], *t.shape[axis + 1 :])) for t in tensors}
+    if len(others) != 1:
+        raise ValueError(f"{name or first.name}: cannot concatenate {[(str(t.dtype), t.shape) for t in tensors]}")
+    total = sum(t.shape[axis] for t in tensors)
+    shape = (*first.shape[:axis], total, *first.shape[axis + 1 :])
+    tensors = _with_common_factors([t for t in tensors if t.size], axis)
+    if not tensors:
+        return Tensor(name or first.name, first.dtype, shape, ())
+    where = sum(len(group) for group in tensors[0].factors[:axis])
+    rank = len(tensors[0].grid)
+    chunks: list[Chunk] = []
+    offset = 0
+    for tensor in tensors:
+        by = tuple([offset if place == where else 0 for place in range(rank)])
+        chunks += [Chunk(chunk.box.translate(by), chunk.extent, chunk.rank) for chunk in tensor.chunks]
+        offset += tensor.factors[axis][0]
+    group = (offset, *tensors[0].factors[axis][1:])
+    factors = (*tensors[0].factors[:axis], group, *tensors[0].factors[axis + 1 :])
+    return Tensor(name or first.name, first.dtype, shape, tuple(chunks), factors)
+
+
+def stack(tensors: Sequence[Tensor], axis: int = 0, *, name: str | None = None) -> Tensor:
+    """Tensors of one shape along a new axis."""
+    shape = tensors[0].shape
+    axis %= len(shape) + 1
+    return concat([t.reshape((*t.shape[:axis], 1, *t.shape[axis:])) for t in tensors], axis, name=name)
+
+
+def _with_common_factors(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
+    """The tensors with equal factors on every axis, but for the first factor of `axis`, which may differ."""
+    tensors = list(tensors)
+    for number in range(len(tensors[0].shape) if tensors else 0):
+        groups = {t.factors[number][1:] if number == axis else t.factors[number] for t in tensors}
+        if len(groups) > 1 or not all(t.factors[number] for t in tensors):
+            tensors = [t._with_plain_axis(number) for t in tensors]
+    return tensors
+
+
+def _slice_chunk(chunk: Chunk, axis: int, start: int, stop: int, step: int) -> Chunk | None:
+    """The chunk's elements among `start, start + step, … < stop` of a grid axis, counted in steps; None if none."""
+    low, size = chunk.box.offsets[axis], chunk.box.sizes[axis]
+    first = max(0, -(-(low - start) // step))
+    last = (min(low + size, stop) - 1 - start) // step
+    if min(low + size, stop) <= start or last < first:
+        return None
+    extent, strides = chunk.extent, list(chunk.extent.strides)
+    shift = (start + first * step - low) * strides[axis]
+    strides[axis] *= step
+    offsets, sizes = list(chunk.box.offsets), list(chunk.box.sizes)
+    offsets[axis], sizes[axis] = first, last - first + 1
+    extent = Extent(extent.file, extent.offset + shift, tuple(strides), extent.dtype, extent.encoding)
+    return Chunk(Box(tuple(offsets), tuple(sizes)), extent, chunk.rank)
+
+
+def _pick_axes(chunk: Chunk, places: Sequence[int]) -> Chunk:
+    """The chunk with the grid axes at `places`, in that order; axes left out must have one element."""
+    box, extent = chunk.box, chunk.extent
+    picked = Box(tuple([box.offsets[place] for place in places]), tuple([box.sizes[place] for place in places]))
+    strides = tuple([extent.strides[place] for place in places])
+    return Chunk(picked, replace(extent, strides=strides), chunk.rank)
+
+
+def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, tuple[int, ...]]]) -> Iterator[Chunk]:
+    """The chunk cut in pieces: grid axes `first:end` become those of each given (box, byte shift, strides)."""
+    box, extent = chunk.box, chunk.extent
+    for part, shift, strides in boxes:
+        yield Chunk(
+            Box(
+                (*box.offsets[:first], *part.offsets, *box.offsets[end:]),
+                (*box.sizes[:first], *part.sizes, *box.sizes[end:]),
+            ),
+            replace(
+                extent,
+                offset=extent.offset + shift,
+                strides=(*extent.strides[:first], *strides, *extent.strides[end:]),
+            ),
+            chunk.rank,
+        )
+
+
+def _split_axis(chunks: Sequence[Chunk], axis: int, shape: tuple[int, int]) -> tuple[Chunk, ...]:
+    """A grid axis split in two, row-major: each chunk becomes at most three."""
+
+    def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+        low, size, stride = chunk.box.offsets[axis], chunk.box.sizes[axis], chunk.extent.strides[axis]
+        for box in flat_range_boxes(shape, low, low + size):
+            start = box.offsets[0] * shape[1] + box.offsets[1]
+            yield box, (start - low) * stride, (stride * shape[1], stride)
+
+    return _flatten(chunks, lambda chunk: _rebox(chunk, axis, axis + 1, pieces(chunk)))
+
+
+def _merge_axes(chunks: Sequence[Chunk], grid: Sequence[int], first: int, end: int) -> tuple[Chunk, ...]:
+    """Grid axes `first:end` merged into one, row-major.
+
+    A chunk that is not one run of the merged axis is cut into its runs: this is the one place where boxes can multiply,
+    and it is reached only by reshapes across factors that do not divide each other, and by concatenations of unlike
+    factors.
+    """
+    sizes = grid[first:end]
+
+    def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+        offsets, counts = chunk.box.offsets[first:end], chunk.box.sizes[first:end]
+        strides = chunk.extent.strides[first:end]
+        # The longest tail of axes that is one run: all but its first axis whole, and evenly spaced in the file.
+        run, inner, step = len(sizes), 1, 0
+        while run > 0:
+            here = run - 1
+            if inner > 1 and counts[here] > 1 and strides[here] != step * inner:
+                break
+            if inner == 1 and counts[here] > 1:
+                step = strides[here]
+            inner *= sizes[here]
+            run -= 1
+            if counts[here] != sizes[here]:
+                break
+        length = prod(counts[run:])
+        for outer in product(*[range(count) for count in counts[:run]]):
+            start = 0
+            for place, size in enumerate(sizes):
+                start = start * size + offsets[place] + (outer[place] if place < run else 0)
+            shift = sum([index * stride for index, stride in zip(outer, strides[:run], strict=True)])
+            yield Box((start,), (length,)), shift, (step,)
+
+    return _flatten(chunks, lambda chunk: _rebox(chunk, first, end, pieces(chunk)))
+
+
+def _flatten(chunks: Sequence[Chunk], cut: Callable[[Chunk], Iterator[Chunk]]) -> tuple[Chunk, ...]:
+    return tuple([piece for chunk in chunks for piece in cut(chunk)])
