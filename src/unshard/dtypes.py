@@ -52,7 +52,8 @@ def _numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
         return np.dtype(dtype.numpy_name)
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, dtype.numpy_name))
+    small: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, dtype.numpy_name))
+    return small
 
 
 BOOL = DType("BOOL", 1, 0, "bool", "bool_")
