@@ -2,7 +2,8 @@
 
 from unshard.tensors.box import Box, flat_range_boxes, row_major_strides
 from unshard.tensors.chunk import Chunk, Extent, SourceFile, contiguous_chunk
-from unshard.tensors.tensor import Computed, Tensor, Value, concat, stack
+from unshard.tensors.computed import Computed, Value
+from unshard.tensors.tensor import Tensor, concat, stack
 
 __all__ = [
     "Box",

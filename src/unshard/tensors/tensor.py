@@ -9,7 +9,7 @@ The grid has the same row-major order as the public shape, so whoever writes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -217,45 +217,6 @@ class Tensor:
         chunks = _merge_axes(self.chunks, self.grid, where, where + len(group))
         factors = (*self.factors[:axis], (self.shape[axis],), *self.factors[axis + 1 :])
         return replace(self, chunks=chunks, factors=factors)
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A tensor whose elements are computed from others by a registered pure function (`run.functions`).
-
-    function:   the registered name; parameters: its JSON parameters.
-    inputs:     the tensors it reads. All work is done on bands of the output's first axis; `banded[i]` is the axis of
-                input i that is cut with the same bounds, or None where each band needs the whole input.
-    """
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    function: str
-    parameters: Mapping[str, object]
-    inputs: tuple[Tensor, ...]
-    banded: tuple[int | None, ...]
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def size_in_bytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    def rename(self, name: str) -> Computed:
-        return replace(self, name=name)
-
-    def cast(self, dtype: DType) -> Computed:
-        """The result in another floating-point type; the function rounds once, at its end."""
-        if not (dtype.is_float and self.dtype.is_float):
-            raise ValueError(f"{self.name}: cannot cast {self.dtype} to {dtype}")
-        return replace(self, dtype=dtype)
-
-
-Value: TypeAlias = Tensor | Computed
-"""What an output tensor can be made from."""
 
 
 def concat(tensors: Sequence[Tensor], axis: int = 0, *, name: str | None = None) -> Tensor:
