@@ -38,6 +38,11 @@ class TargetFile:
     seals: tuple[Seal, ...] = ()
     last: bool = False
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the tensors are a model's (or an adapter's), and not a side file's bytes."""
+        return self.path.endswith((".safetensors", ".bin"))
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -57,3 +62,8 @@ class Target:
     roots: Mapping[str, Path]
     claims: tuple[Claim, ...] = ()
     notes: tuple[Note, ...] = field(default=())
+
+    @property
+    def weights(self) -> list[Value]:
+        """Every tensor of every weights file."""
+        return [value for file in self.files if file.holds_weights for _, value in file.tensors]

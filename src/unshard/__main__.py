@@ -1,0 +1,7 @@
+"""`python -m unshard`."""
+
+import sys
+
+from unshard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,36 @@
+"""`unshard test`: verl's word for verifying against a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from unshard.cli import compat
+from unshard.cli import parser as options
+from unshard.cli.verify import add_tolerance, judge
+from unshard.errors import UsageError
+from unshard.report.events import Message
+from unshard.report.printers import Printer
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint or a merged model")
+    parser.add_argument("reference", nargs="?", type=Path, metavar="HF_DIR", help="the model to compare it with")
+    parser.add_argument("--test_hf_dir", type=Path, metavar="DIR", help="the same as HF_DIR")
+    add_tolerance(parser)
+    options.add_source_options(parser)
+    options.add_model_options(parser)
+    options.add_engine_options(parser)
+    compat.add_options(parser, merges=False)
+
+
+def run(arguments: argparse.Namespace, printer: Printer) -> int:
+    for sentence in compat.idle_options(arguments):
+        printer.sink(Message("note", sentence))
+    if arguments.local_dir is not None and arguments.source is not None and arguments.reference is None:
+        arguments.source, arguments.reference = None, arguments.source
+    source = compat.source_of(arguments)
+    reference = compat.choose_one(arguments.reference, arguments.test_hf_dir, ("HF_DIR", "--test_hf_dir"))
+    if reference is None:
+        raise UsageError("no model to compare with", hint=f"unshard test {source} --test_hf_dir HF_DIR")
+    return judge(arguments, printer, source, reference)

@@ -1,0 +1,83 @@
+"""From a path that a person typed to a catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unshard.checkpoint import Checkpoint, Note, Shape
+from unshard.errors import UsageError
+from unshard.formats.contract import Source
+from unshard.formats.huggingface.assets import find_assets
+from unshard.formats.huggingface.reader import HuggingFace
+from unshard.locate import locate
+from unshard.options import MergeOptions
+
+CONFIG_ROOT = "config"
+"""The root name of the files that `--config` brings."""
+
+
+def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoint:
+    """The catalog of the checkpoint at or below `path`.
+
+    Of the options, `also`, `backend`, `config` and `shapes_from` matter here. Raises NotACheckpointError where nothing
+    readable lies, UsageError where `backend` names something else than what lies there, FormatError where files are
+    damaged beyond reading; what is missing or contradictory is in `Checkpoint.problems`.
+    """
+    options = options or MergeOptions()
+    found, place = locate(path, options.also)
+    if options.backend and options.backend not in found.backends:
+        lies = found.detect(place) or found.name
+        raise UsageError(
+            f"`--backend {options.backend}` was given, but `{place}` holds {lies}",
+            hint="leave `--backend` out: the format is detected",
+        )
+    reference = open_reference(options.shapes_from) if options.shapes_from else None
+
+    def known_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
+        if reference is not None:
+            return {name: tensor.shape for name, tensor in reference.tensors.items()}
+        if config is None:
+            return None
+        from unshard.families import expected_shapes
+
+        return expected_shapes(config)
+
+    checkpoint = found.read(Source(place, options.also, known_shapes))
+    if place.resolve() != path.resolve():
+        checkpoint = replace(
+            checkpoint, notes=(Note(f"`{path}` was given; the checkpoint is `{place}`"), *checkpoint.notes)
+        )
+    return _with_config(checkpoint, options.config) if options.config else checkpoint
+
+
+def open_reference(path: Path) -> Checkpoint:
+    """The Hugging Face directory of a reference model. Raises UsageError where there is none."""
+    reader = HuggingFace()
+    if reader.detect(path) is None:
+        raise UsageError(
+            f"`{path}` is no Hugging Face model directory: neither safetensors nor pytorch_model.bin lies there",
+            hint=f"ls {path}",
+        )
+    return reader.read(Source(path))
+
+
+def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
+    """The checkpoint with config and side files from `--config` instead of its own."""
+    directory = place if place.is_dir() else place.parent
+    config, assets = find_assets(directory, CONFIG_ROOT)
+    if config is None:
+        raise UsageError(f"`--config {place}`: no config.json lies there", hint=f"ls {directory}")
+    if not place.is_dir():
+        assets = tuple([asset for asset in assets if asset.path == "config.json"])
+        assets += tuple([asset for asset in checkpoint.assets if asset.path != "config.json"])
+    note = Note(f"config and side files come from `{place}`")
+    return replace(
+        checkpoint,
+        config=config,
+        assets=assets,
+        roots={**checkpoint.roots, CONFIG_ROOT: directory},
+        notes=(*checkpoint.notes, note),
+    )

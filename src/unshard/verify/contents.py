@@ -1,0 +1,238 @@
+"""Contents, checked from the source's side: chunk by chunk, against the bytes found in the output.
+
+This is a second path on purpose. It does not look at the plan and shares no code with the engine that ran it: where an
+output tensor lies is read from the output's own headers, source and output are read by plain `pread`, and every element
+must have been met exactly as often as it exists. What it takes for granted is the mapping (which source elements an
+output name stands for), and it says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from threading import local
+from time import monotonic
+from typing import TYPE_CHECKING, Literal
+
+from unshard.errors import UnshardError, VerificationError
+from unshard.plan.coverage import primary_chunks
+from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
+from unshard.run.functions import compute_whole
+from unshard.settings import Settings
+from unshard.tensors import Box, Chunk, Computed, Tensor, Value
+from unshard.verify.reading import PlainReader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+Mode = Literal["full", "sample"]
+SAMPLED_BAND = 64 << 10
+"""Bytes of a band where contents are sampled."""
+SAMPLED_SHARE = 32
+"""One band in so many is read, besides those that hold a chunk's first or last element."""
+TASK_SIZE = 16 << 20
+"""Bytes of output that one task checks."""
+SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What an output tensor should hold, and where it was found in the output."""
+
+    expected: Value
+    found: Tensor
+
+
+@dataclass(slots=True)
+class ContentsResult:
+    """What was compared, and every difference (at most one line per tensor and chunk)."""
+
+    size: int = 0
+    tensors: int = 0
+    problems: list[UnshardError] = field(default_factory=list)
+
+
+def check_contents(
+    pairs: Sequence[Pair],
+    expected_roots: Mapping[str, Path],
+    found_roots: Mapping[str, Path],
+    mode: Mode,
+    settings: Settings,
+    sink: Sink,
+) -> ContentsResult:
+    """Compare every pair, byte by byte after the cast that was asked for.
+
+    `mode` is "full", or "sample": both ends of every chunk and one band in 32 of the rest. Buffers stay below
+    `settings.memory`; the work is spread over `settings.jobs` threads.
+    """
+    band_size = settings.buffer if mode == "full" else min(settings.buffer, SAMPLED_BAND)
+    result = ContentsResult(tensors=len(pairs))
+    started = monotonic()
+    sink(PhaseStarted("verify", sum(pair.expected.size_in_bytes for pair in pairs)))
+    workers = local()
+
+    def reader() -> _Comparer:
+        if not hasattr(workers, "comparer"):
+            workers.comparer = _Comparer(sources, outputs)
+        comparer: _Comparer = workers.comparer
+        return comparer
+
+    def check(task: _Task) -> tuple[int, list[UnshardError]]:
+        done = task.run(reader())
+        sink(Advanced("verify", task.size))
+        return done
+
+    with PlainReader(expected_roots) as sources, PlainReader(found_roots) as outputs:
+        tasks = [task for pair in pairs for task in _tasks(pair, band_size, mode)]
+        with ThreadPoolExecutor(settings.jobs, thread_name_prefix="verify") as pool:
+            for compared, problems in pool.map(check, tasks):
+                result.size += compared
+                result.problems += problems
+    if len(result.problems) > SHOWN_PROBLEMS:
+        left = len(result.problems) - SHOWN_PROBLEMS
+        result.problems[SHOWN_PROBLEMS:] = [VerificationError(f"… and {left} more differences")]
+    sink(PhaseFinished("verify", monotonic() - started))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    size: int
+    run: Callable[[_Comparer], tuple[int, list[UnshardError]]]
+
+
+def _tasks(pair: Pair, band_size: int, mode: Mode) -> Iterator[_Task]:
+    if isinstance(pair.expected, Computed):
+        computed = pair.expected
+        yield _Task(computed.size_in_bytes, lambda comparer: comparer.compare_computed(computed, pair.found))
+        return
+    tensor = pair.expected
+    chunks = sorted(primary_chunks(tensor), key=lambda chunk: chunk.box.offsets)
+    bands = list(split_bands(tensor.grid, max(1, band_size // tensor.dtype.itemsize)))
+    if mode == "sample":
+        bands = _sample(bands, chunks, seed=tensor.name)
+    per_task = max(1, TASK_SIZE // band_size)
+    for start in range(0, len(bands), per_task):
+        some = bands[start : start + per_task]
+        size = sum(band.volume for band in some) * tensor.dtype.itemsize
+
+        def run(comparer: _Comparer, some: Sequence[Box] = some) -> tuple[int, list[UnshardError]]:
+            return comparer.compare_bands(tensor, chunks, pair.found, some)
+
+        yield _Task(size, run)
+
+
+def split_bands(shape: Sequence[int], elements: int) -> Iterator[Box]:
+    """Boxes of at most `elements` elements that are contiguous in row-major order, in that order."""
+    if 0 in shape:
+        return
+    axis = 0
+    while axis < len(shape) and prod(shape[axis + 1 :]) > elements:
+        axis += 1
+    if axis >= len(shape):
+        yield from (Box(index, (1,) * len(shape)) for index in product(*map(range, shape)))
+        return
+    rows = max(1, elements // prod(shape[axis + 1 :]))
+    tail = tuple(shape[axis + 1 :])
+    for index in product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], rows):
+            count = min(rows, shape[axis] - start)
+            yield Box((*index, start, *(0 for _ in tail)), ((1,) * axis + (count, *tail)))
+
+
+def _sample(bands: Sequence[Box], chunks: Sequence[Chunk], seed: str) -> list[Box]:
+    """The bands that hold a chunk's first or last element, and some of the others, the same at each run."""
+    chosen = random.Random(seed)
+    corners = {chunk.box.offsets for chunk in chunks}
+    corners |= {tuple([stop - 1 for stop in chunk.box.stops]) for chunk in chunks}
+
+    def holds_corner(band: Box) -> bool:
+        return any(
+            all(low <= at < high for low, at, high in zip(band.offsets, corner, band.stops, strict=True))
+            for corner in corners
+        )
+
+    return [band for band in bands if chosen.random() < 1 / SAMPLED_SHARE or holds_corner(band)]
+
+
+class _Comparer:
+    """One thread's eyes: reads both sides and compares them."""
+
+    def __init__(self, sources: PlainReader, outputs: PlainReader) -> None:
+        self.sources, self.outputs = sources, outputs
+
+    def compare_bands(
+        self, tensor: Tensor, chunks: Sequence[Chunk], found: Tensor, bands: Sequence[Box]
+    ) -> tuple[int, list[UnshardError]]:
+        problems: dict[str, UnshardError] = {}
+        itemsize, compared = tensor.dtype.itemsize, 0
+        for band in bands:
+            written = self._read_output(found, tensor.grid, band)
+            met = 0
+            for chunk in chunks:
+                common = _common(chunk.box, band)
+                if common is None:
+                    continue
+                expected = self.sources.read(chunk.crop(common), tensor.dtype)
+                inside = common.relative_to(band.offsets)
+                part = written[
+                    tuple([slice(low, high) for low, high in zip(inside.offsets, inside.stops, strict=True)])
+                ]
+                if not same_bytes(expected, part):
+                    where = f"rank {chunk.rank}" if chunk.rank is not None else chunk.extent.file.path
+                    message = (
+                        f"`{tensor.name}`: the output differs from {where}"
+                        f" (`{chunk.extent.file}`) in box {common} of grid {tensor.grid}"
+                    )
+                    problems.setdefault(str(chunk.box), VerificationError(message))
+                met += common.volume
+            if met != band.volume:
+                message = f"`{tensor.name}`: {band.volume - met} elements of box {band} have no source"
+                problems.setdefault("cover", VerificationError(message))
+            compared += met * itemsize
+        return compared, list(problems.values())
+
+    def compare_computed(self, computed: Computed, found: Tensor) -> tuple[int, list[UnshardError]]:
+        inputs = [self.sources.read_tensor(tensor) for tensor in computed.inputs]
+        expected = compute_whole(computed, inputs)
+        written = self._read_output(found, computed.shape, Box.whole(computed.shape))
+        if same_bytes(expected, written):
+            return computed.size_in_bytes, []
+        message = f"`{computed.name}`: the output differs from what `{computed.function}` computes from the source"
+        return computed.size_in_bytes, [VerificationError(message)]
+
+    def _read_output(self, found: Tensor, grid: Sequence[int], band: Box) -> Array:
+        """A band of the output tensor, whose bytes lie row-major at one place."""
+        (chunk,) = found.chunks
+        start = 0
+        for length, offset in zip(grid, band.offsets, strict=True):
+            start = start * length + offset
+        return self.outputs.read_run(chunk.extent.file, chunk.extent.offset, start, band.sizes, found.dtype)
+
+
+def _common(a: Box, b: Box) -> Box | None:
+    """The intersection, quick to say no: bands and chunks are ordered along the first axis."""
+    if a.offsets and (a.offsets[0] >= b.offsets[0] + b.sizes[0] or b.offsets[0] >= a.offsets[0] + a.sizes[0]):
+        return None
+    return a.intersect(b)
+
+
+def same_bytes(a: Array, b: Array) -> bool:
+    """Whether two arrays of one dtype hold the same bits: NaN equals itself, 0.0 does not equal -0.0."""
+    import numpy as np
+
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+    right = np.ascontiguousarray(b).reshape(-1).view(np.uint8)
+    words = left.size // 8 * 8
+    return np.array_equal(left[:words].view(np.uint64), right[:words].view(np.uint64)) and np.array_equal(
+        left[words:], right[words:]
+    )

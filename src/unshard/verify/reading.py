@@ -1,0 +1,106 @@
+"""Plain reads, for verification only: simple enough to be believed, and nothing in common with the engine's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from unshard.dtypes import DType
+from unshard.errors import VerificationError
+from unshard.files import OpenFiles
+from unshard.tensors import Box, Chunk, SourceFile, Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+WASTE = 4
+"""A strided piece is read as one span as long as no more than so many times its bytes are read."""
+SMALL_SPAN = 256 << 10
+"""A span that is read whatever share of it is needed, in bytes."""
+
+
+class PlainReader:
+    """Reads pieces of files under named roots. May be shared by threads."""
+
+    def __init__(self, roots: Mapping[str, Path]) -> None:
+        self._files = OpenFiles(roots)
+
+    def __enter__(self) -> PlainReader:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def read_run(self, file: SourceFile, base: int, start: int, sizes: Sequence[int], dtype: DType) -> Array:
+        """`sizes` elements from element `start` of a contiguous tensor whose first byte is `base`."""
+        import numpy as np
+
+        data = self._read(file, base + start * dtype.itemsize, prod(sizes) * dtype.itemsize)
+        return data.view(dtype.numpy).reshape(tuple(sizes))
+
+    def read(self, chunk: Chunk, dtype: DType) -> Array:
+        """The elements of a chunk, cast to `dtype` (rounded to nearest even) where they are stored in another."""
+        import numpy as np
+
+        stored = self._read_strided(chunk)
+        if chunk.extent.dtype == dtype:
+            return stored
+        out = np.empty(stored.shape, dtype.numpy)
+        with np.errstate(all="ignore"):
+            np.copyto(out, stored, casting="unsafe")
+        return out
+
+    def read_tensor(self, tensor: Tensor) -> Array:
+        """A whole tensor, in its dtype and public shape."""
+        import numpy as np
+
+        out = np.empty(tensor.grid, tensor.dtype.numpy)
+        for chunk in tensor.chunks:
+            where = tuple([slice(low, high) for low, high in zip(chunk.box.offsets, chunk.box.stops, strict=True)])
+            out[where] = self.read(chunk, tensor.dtype)
+        return out.reshape(tensor.shape)
+
+    def _read_strided(self, chunk: Chunk) -> Array:
+        import numpy as np
+
+        extent, sizes = chunk.extent, chunk.box.sizes
+        if extent.encoding != "plain":
+            raise VerificationError(f"`{extent.file}`: {extent.encoding} data cannot be verified")
+        if extent.is_contiguous(sizes):
+            return self.read_run(extent.file, extent.offset, 0, sizes, extent.dtype)
+        needed = chunk.size_in_bytes
+        span = extent.dtype.itemsize + sum(
+            [(size - 1) * stride for size, stride in zip(sizes, extent.strides, strict=True)]
+        )
+        if span <= max(SMALL_SPAN, WASTE * needed):
+            data = self._read(extent.file, extent.offset, span)
+            first = data[: extent.dtype.itemsize].view(extent.dtype.numpy)
+            return np.lib.stride_tricks.as_strided(first, sizes, extent.strides, writeable=False)
+        axis = max(range(len(sizes)), key=lambda number: extent.strides[number] if sizes[number] > 1 else -1)
+        out = np.empty(sizes, extent.dtype.numpy)
+        for index in range(sizes[axis]):
+            start = (*chunk.box.offsets[:axis], chunk.box.offsets[axis] + index, *chunk.box.offsets[axis + 1 :])
+            row = chunk.crop(Box(start, (*sizes[:axis], 1, *sizes[axis + 1 :])))
+            out[(slice(None),) * axis + (slice(index, index + 1),)] = self._read_strided(row)
+        return out
+
+    def _read(self, file: SourceFile, offset: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        import numpy as np
+
+        data = np.empty(size, np.uint8)
+        view, done = memoryview(data), 0
+        with self._files.use(file) as descriptor:
+            while done < size:
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise VerificationError(f"`{file}` ends at byte {offset + done}; {size - done} more were expected")
+                done += count
+        return data
