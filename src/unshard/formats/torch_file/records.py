@@ -1,4 +1,8 @@
-"""What the unpickler builds: inert records, never live objects of the classes that a file names."""
+"""What the unpickler builds: inert records, never live objects of the classes that a file names.
+
+Records compare and hash by identity, and show no content in their repr: what a file nests may be deeper than Python's
+own recursion.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,12 @@ class Storage:
     encoding: str = "plain"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoredTensor:
     """A strided view of a storage: `offset` and `strides` in elements of `dtype`.
 
-    `attributes` is what was put on a Parameter (`_rebuild_parameter_with_state`), or empty.
+    `attributes` is what was put on a Parameter (`_rebuild_parameter_with_state`) or on a subclass, or empty. `cls` is
+    the subclass of Tensor that was saved, None for Tensor and Parameter themselves.
     """
 
     storage: Storage
@@ -40,7 +45,16 @@ class StoredTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict, repr=False)
+    cls: Global | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnsupportedTensor:
+    """A tensor that cannot be read as plain elements. `reason` completes "this tensor …"; `shape` is None if unknown."""
+
+    reason: str
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Opaque:
     """An instance of a class that we do not know, or the result of a call that we do not make.
 
@@ -64,18 +78,18 @@ class Opaque:
     """
 
     cls: Global
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    args: tuple[Any, ...] = field(default=(), repr=False)
+    kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
+    state: Any = field(default=None, repr=False)
+    items: list[Any] = field(default_factory=list, repr=False)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         """An attribute of the state, where the state is a dict."""
         return self.state.get(attribute, default) if isinstance(self.state, dict) else default
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WrapperSubclass:
     """A tensor subclass without a storage of its own: DTensor, ShardedTensor.
 
@@ -86,4 +100,4 @@ class WrapperSubclass:
     cls: Global
     dtype: DType | None
     shape: tuple[int, ...]
-    state: Any = None
+    state: Any = field(default=None, repr=False)

@@ -1,0 +1,42 @@
+"""Runs a pickle on the machine, and turns whatever its bytes do to the machine into a FormatError."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from unshard.errors import FormatError
+from unshard.formats.torch_file.limits import Limits
+from unshard.formats.torch_file.machine import Budget, Builder, Machine, PickleEndsError
+from unshard.formats.torch_file.opcodes import OPERATIONS
+
+STOP = ord(".")
+
+
+def unpickle(data: bytes, builder: Builder, budget: Budget, limits: Limits, *, position: int = 0) -> tuple[Any, int]:
+    """The object that the pickle at `position` describes, and the position after its end.
+
+    PickleEndsError where the data are not enough, FormatError where they are no pickle that we read.
+    """
+    machine = Machine(data, builder, budget, limits)
+    start = position
+    try:
+        for _ in range(limits.operations):
+            start = position
+            code = data[position]
+            if code == STOP:
+                return _result(machine), position + 1
+            position = OPERATIONS[code](machine, position + 1)
+    except FormatError as error:
+        raise type(error)(f"{error.message} (byte {start} of the pickle)", hint=error.hint) from None
+    except (LookupError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
+        if start + 1 >= len(data) or isinstance(error, struct.error):
+            raise PickleEndsError(f"the pickle ends early, at its byte {len(data)}") from None
+        raise FormatError(f"the pickle is damaged at its byte {start}") from error
+    raise FormatError(f"the pickle has more than {limits.operations} operations")
+
+
+def _result(machine: Machine) -> Any:
+    if len(machine.stack) != 1 or machine.marks:
+        raise FormatError("the pickle is damaged: it leaves other than one object")
+    return machine.stack.pop()
