@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
         printer.write("plan", {"plan": to_json(prepared.plan), "notes": notes, "dropped": dict(prepared.model.dropped)})
         return 0
     console = plain_console()
-    for line in explain(prepared.plan, verbose=arguments.verbose):
+    for line in explain(prepared.plan, prepared.target if arguments.verbose else None):
         console.print(line, markup=False)
     if prepared.notes:
         console.print("\nNotes")

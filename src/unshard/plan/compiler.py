@@ -13,28 +13,36 @@ from unshard.plan.coverage import primary_chunks, prove_coverage
 from unshard.plan.layout import lay_out_tensor
 from unshard.plan.moves import Compute, Copy, Literal, Move, Operand, Plan, PlannedFile
 from unshard.plan.proof import file_faults
+from unshard.plan.replicas import replica_claims
 from unshard.target import Target, TargetFile
 from unshard.tensors import Computed, Tensor, Value
 
 
-def compile_plan(target: Target) -> Plan:
-    """The plan that writes a target.
+def compile_plan(target: Target, *, check_replicas: bool = False) -> Plan:
+    """The plan that writes a target; `check_replicas` adds a claim for each replica of what it reads.
 
     Raises IncompleteError with all holes, overlaps and conflicts of all tensors at once; ValueError if the target's own
     layout has holes or overlaps, which is a mistake of the code that laid it out.
     """
     problems: dict[str, UnshardError] = {}
-    for tensor in _tensors_read(target):
+    for tensor in (*_tensors_written(target), *_tensors_claimed(target)):
         for problem in prove_coverage(tensor):
             problems.setdefault(problem.message, problem)
     raise_all(list(problems.values()))
-    return Plan(target.roots, tuple([_compile_file(file) for file in target.files]), target.claims)
+    claims = target.claims
+    if check_replicas:
+        claims += replica_claims(_tensors_written(target))
+    return Plan(target.roots, tuple([_compile_file(file) for file in target.files]), claims)
 
 
-def _tensors_read(target: Target) -> Iterator[Tensor]:
+def _tensors_written(target: Target) -> Iterator[Tensor]:
+    """All tensors whose bytes reach the output, as they are or computed with."""
     for file in target.files:
         for _, value in file.tensors:
             yield from value.inputs if isinstance(value, Computed) else (value,)
+
+
+def _tensors_claimed(target: Target) -> Iterator[Tensor]:
     for claim in target.claims:
         yield claim.left
         yield claim.right

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from unshard.plan.moves import Compute, Copy, Literal, Move, Plan, PlannedFile, Tile
+from unshard.report.words import bytes_in_words, count_in_words
 from unshard.target import Target, TargetFile
 
 _KINDS = {Literal: "literal", Copy: "copy", Tile: "tile", Compute: "compute"}
-_PLURALS = {"literal": "literals", "copy": "copies", "tile": "tiles", "compute": "computes"}
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_PLURALS = {"copy": "copies"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +37,27 @@ def tally(moves: Iterable[Move]) -> tuple[Tally, ...]:
 def explain(plan: Plan, target: Target | None = None) -> list[str]:
     """The lines of `unshard plan`: the whole, the sources, each file; with the plan's target also each tensor."""
     moves = [move for file in plan.files for move in file.moves]
-    files = _plural(len(plan.files), "file")
-    lines = [f"{files}, {format_size(plan.size)}: {_tallies(moves)}"]
+    files = count_in_words(len(plan.files), "file")
+    lines = [f"{files}, {bytes_in_words(plan.size)}: {_tallies(moves)}"]
     lines += [f"reads {name} at {path}" for name, path in plan.roots.items()]
     if plan.claims:
-        lines.append(f"first checks that {_plural(len(plan.claims), 'pair')} of tensors hold the same bytes")
+        lines.append(f"first checks that {count_in_words(len(plan.claims), 'pair')} of tensors hold the same bytes")
     laid_out = {file.path: file for file in target.files} if target else {}
     for file in plan.files:
         last = ", published last" if file.last else ""
-        lines.append(f"{file.path}  {format_size(file.size)}{last}: {_tallies(file.moves)}")
+        lines.append(f"{file.path}  {bytes_in_words(file.size)}{last}: {_tallies(file.moves)}")
         if file.path in laid_out:
             lines += [f"  {line}" for line in _tensor_lines(file, laid_out[file.path])]
     return lines
 
 
-def format_size(size: int) -> str:
-    """Bytes in decimal units, as disks and the hub count them: "1.54 GB"."""
-    value, unit = float(size), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{size} B" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+def _count(entry: Tally) -> str:
+    return count_in_words(entry.count, entry.kind, _PLURALS.get(entry.kind, ""))
 
 
 def _tallies(moves: Iterable[Move]) -> str:
-    found = [
-        f"{entry.count} {entry.kind if entry.count == 1 else _PLURALS[entry.kind]} ({format_size(entry.size)})"
-        for entry in tally(moves)
-    ]
+    found = [f"{_count(entry)} ({bytes_in_words(entry.size)})" for entry in tally(moves)]
     return ", ".join(found) or "nothing to write"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _tensor_lines(file: PlannedFile, laid_out: TargetFile) -> Iterator[str]:
@@ -84,10 +73,7 @@ def _tensor_lines(file: PlannedFile, laid_out: TargetFile) -> Iterator[str]:
 
 def _ways(moves: Iterable[Move], size: int) -> str:
     """How the bytes of a tensor are written; a copy may go on into the next tensor."""
-    found = []
-    for entry in tally(moves):
-        noun = entry.kind if entry.count == 1 else _PLURALS[entry.kind]
-        found.append(f"{entry.count} {noun}")
+    found = [_count(entry) for entry in tally(moves)]
     functions = dict.fromkeys([move.function for move in moves if isinstance(move, Compute)])
     by = f" ({', '.join(functions)})" if functions else ""
-    return f"{format_size(size)}: {', '.join(found) or 'empty'}{by}"
+    return f"{bytes_in_words(size)}: {', '.join(found) or 'empty'}{by}"
