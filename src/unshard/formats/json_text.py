@@ -19,11 +19,15 @@ _MAX_MEMBERS = 500_000
 
 
 class JsonText:
-    """A cursor in a JSON text. Every error is a ValueError that says where."""
+    """A cursor in a JSON text. Every error is a ValueError that says where.
+
+    `position` is the next character to read, `name_position` where the name lies that `members` gave last.
+    """
 
     def __init__(self, text: str, position: int = 0) -> None:
         self.text = text
         self.position = position
+        self.name_position = position
 
     def peek(self) -> str:
         """The next character that is not white space, or an empty string at the end."""
@@ -57,7 +61,7 @@ class JsonText:
             self.fail("expected a string")
         start = self.position
         try:
-            value, self.position = _STRINGS.raw_decode(self.text, start)
+            value, self.position = _PLAIN.raw_decode(self.text, start)
         except ValueError:
             self.fail("malformed string")
         if not isinstance(value, str) or not is_unicode(value):
@@ -73,10 +77,10 @@ class JsonText:
         seen: set[str] = set()
         while True:
             self.peek()
-            start = self.position
+            self.name_position = self.position
             name = self.string()
             if name in seen:
-                self.position = start
+                self.position = self.name_position
                 self.fail("a name that appears twice")
             if len(seen) == _MAX_MEMBERS:
                 self.fail(f"more than {_MAX_MEMBERS:,} members")
@@ -102,6 +106,14 @@ class JsonText:
             self.fail(f"malformed value, or one of more than {limit} characters")
         self.position += length
         return value
+
+    def skip(self) -> None:
+        """Steps over a value of any size, in a text that is known to be harmless."""
+        self.peek()
+        try:
+            _, self.position = _PLAIN.raw_decode(self.text, self.position)
+        except (ValueError, RecursionError):
+            self.fail("malformed value")
 
 
 def is_unicode(text: str) -> bool:
@@ -131,5 +143,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-_STRINGS = json.JSONDecoder()
+_PLAIN = json.JSONDecoder()
 _VALUES = json.JSONDecoder(parse_int=_parse_int, parse_constant=_refuse_constant, object_pairs_hook=_unique)

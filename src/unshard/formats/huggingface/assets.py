@@ -1,0 +1,128 @@
+"""The files beside the weights that make a directory a model: configs, tokenizer, templates, code, licence.
+
+Which files those are is a list of names, not "everything else": training directories hold optimizers, logs and
+trainer states that nobody wants in a model.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from unshard.checkpoint import Asset
+from unshard.errors import FormatError
+from unshard.tensors import SourceFile
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+_TOKENIZER_PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges*.txt",
+    "*.tiktoken",
+    "tekken.json",
+    "tiktoken.model",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.bpe.model",
+    "*.spm",
+    "bpe.codes",
+    "normalizer.json",
+    "chat_template*.json",
+    "*.jinja",
+)
+_MODEL_PATTERNS = (
+    CONFIG,
+    GENERATION_CONFIG,
+    "preprocessor_config.json",
+    "*processor_config.json",
+    "configuration.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+_TEMPLATES = "additional_chat_templates"
+_SMALL = 64 << 20
+
+
+def find_assets(directory: Path, root_name: str) -> tuple[dict[str, Any] | None, tuple[Asset, ...]]:
+    """The parsed config.json of a directory (None if there is none) and all its assets, under the root `root_name`.
+
+    Custom code (`*.py`) belongs to the model where a config names it in an `auto_map`. Links are followed: a hub cache
+    consists of them. Raises FormatError for a config.json or generation_config.json that is no JSON object, and for a
+    link to nothing: a damaged file is never taken for an absent one.
+    """
+    names = [name for name in _list_files(directory) if _matches(name, _TOKENIZER_PATTERNS + _MODEL_PATTERNS)]
+    config = read_config(directory / CONFIG) if CONFIG in names else None
+    if GENERATION_CONFIG in names:
+        read_config(directory / GENERATION_CONFIG)
+    if any(_names_code(directory / name) for name in names if name.endswith("config.json")):
+        names += [name for name in _list_files(directory) if name.endswith(".py")]
+    if (directory / _TEMPLATES).is_dir():
+        templates = [name for name in _list_files(directory / _TEMPLATES) if name.endswith(".jinja")]
+        names += [f"{_TEMPLATES}/{name}" for name in templates]
+    assets = [Asset(name, SourceFile(root_name, name), _size(directory / name)) for name in sorted(names)]
+    return config, tuple(assets)
+
+
+def is_tokenizer_file(path: str) -> bool:
+    """Whether an asset belongs to the tokenizer (chat templates included) and not to the model."""
+    return path.startswith(f"{_TEMPLATES}/") or _matches(path, _TOKENIZER_PATTERNS)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises FormatError that says where it is malformed."""
+    try:
+        content = json.loads(read_small_file(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: malformed JSON: {error}", hint=_MEND) from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: expected a JSON object, found a {type(content).__name__}", hint=_MEND)
+    return content
+
+
+def read_small_file(path: Path) -> bytes:
+    """The bytes of a config. Raises FormatError where it cannot be read, or is far too large to be one."""
+    if _size(path) > _SMALL:
+        raise FormatError(f"{path}: more than {_SMALL:,} bytes are no config")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+_MEND = "mend the file, or take another with --config DIR"
+
+
+def _list_files(directory: Path) -> Iterator[str]:
+    """Names of regular files and of links to them, or to nothing."""
+    for entry in directory.iterdir():
+        if entry.is_file() or (entry.is_symlink() and not entry.exists()):
+            yield entry.name
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names_code(path: Path) -> bool:
+    """Whether a config mentions custom code, in whatever state the file is."""
+    return b'"auto_map"' in read_small_file(path)
+
+
+def _size(path: Path) -> int:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path}: not a regular file")
+    return status.st_size

@@ -1,0 +1,83 @@
+"""Which weights files of a directory are the model, in the order in which transformers looks for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from unshard.errors import IncompleteError, UnshardError
+from unshard.formats.huggingface.shards import BIN, SAFETENSORS, Naming
+
+Kind: TypeAlias = Literal["safetensors", "bin"]
+
+_NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.")
+_DISTRIBUTED = "shard-"
+"""The prefix of torch DCP's per-rank safetensors files: pieces of tensors, not a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is to be read.
+
+    files:      names of weights files; with an index, those that it names take their place.
+    index:      the name of the index, or None.
+    is_adapter: a PEFT adapter, not a model.
+    usual:      whether transformers would find these files by itself.
+    """
+
+    kind: Kind
+    files: tuple[str, ...]
+    index: str | None = None
+    is_adapter: bool = False
+    usual: bool = True
+
+    def __str__(self) -> str:
+        what = "a PEFT adapter" if self.is_adapter else "a Hugging Face model"
+        if self.index:
+            return f"{what}, {self.kind} files with an index"
+        return f"{what}, {self.files[0]}" if len(self.files) == 1 else f"{what}, {len(self.files)} {self.kind} files"
+
+
+def find_weights(names: Collection[str]) -> Weights | None:
+    """The weights among the file names of a directory, or None."""
+    for kind, naming in (("safetensors", SAFETENSORS), ("bin", BIN)):
+        found = _find(names, kind, naming)
+        if found:
+            return found
+    for kind in ("safetensors", "bin"):
+        if f"adapter_model.{kind}" in names:
+            return Weights(kind, (f"adapter_model.{kind}",), is_adapter=True)
+    others = [name for name in names if name.endswith(SAFETENSORS.suffix) and not name.startswith(_DISTRIBUTED)]
+    return Weights("safetensors", tuple(sorted(others)), usual=False) if others else None
+
+
+def _find(names: Collection[str], kind: Kind, naming: Naming) -> Weights | None:
+    single = naming.pattern.format("")
+    if single in names:
+        return Weights(kind, (single,))
+    if naming.index in names:
+        return Weights(kind, (), naming.index)
+    stem = single.removesuffix(naming.suffix)
+    shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+{re.escape(naming.suffix)}", name)]
+    return Weights(kind, tuple(sorted(shards)), usual=False) if shards else None
+
+
+def check_numbering(files: Sequence[str]) -> list[UnshardError]:
+    """What is wrong with the numbers in the names of shards that no index lists."""
+    numbers: dict[int, set[int]] = {}
+    for file in files:
+        match = _NUMBERED.search(file)
+        if match:
+            numbers.setdefault(int(match[2]), set()).add(int(match[1]))
+    if len(numbers) > 1:
+        counts = " and ".join(f"{len(found)} of {count}" for count, found in sorted(numbers.items()))
+        return [IncompleteError(f"the shards are from several saves: {counts}", hint="delete those of the older saves")]
+    for count, found in numbers.items():
+        missing = count - len(found)
+        if missing:
+            first = next(number for number in range(1, count + 1) if number not in found)
+            message = f"{missing} of {count} weights files are missing, the first of them number {first}"
+            return [IncompleteError(message, hint="fetch the missing files")]
+    return []
