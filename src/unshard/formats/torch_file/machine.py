@@ -7,8 +7,8 @@ the file's nesting, and all growth is counted against `Limits`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from unshard.errors import FormatError
 from unshard.formats.torch_file.limits import Limits
@@ -87,6 +87,16 @@ class Machine:
             raise PickleEndsError("the pickle ends early, in a line of text")
         return self.data[position:end], end + 1
 
+    def take_integer(self, position: int) -> tuple[int, int]:
+        """The number written in digits up to the next newline, and the position after it."""
+        line, position = self.take_line(position)
+        return self.parse_integer(line), position
+
+    def parse_integer(self, digits: bytes) -> int:
+        if len(digits) > self.limits.number_digits:
+            raise FormatError(f"the pickle has an integer of {len(digits)} digits")
+        return int(digits)
+
     def pop_to_mark(self) -> list[Any]:
         """All that was pushed since the last MARK."""
         mark = self.marks.pop()
@@ -148,3 +158,7 @@ class Machine:
         if isinstance(part, int):
             return -LARGEST_INTEGER_KEY < part < LARGEST_INTEGER_KEY
         return not isinstance(part, (list, dict))
+
+
+Operation: TypeAlias = Callable[[Machine, int], int]
+"""An opcode: from the machine and the position after the opcode to the position of the next."""

@@ -51,7 +51,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsupportedTensor:
-    """A tensor that cannot be read as plain elements. `reason` completes "this tensor …"; `shape` is None if unknown."""
+    """A tensor that cannot be read as plain elements. `reason` completes "this tensor …"; unknown shapes are None."""
 
     reason: str
     shape: tuple[int, ...] | None = None

@@ -7,10 +7,20 @@ from typing import Any
 
 from unshard.errors import FormatError
 from unshard.formats.torch_file.limits import Limits
-from unshard.formats.torch_file.machine import Budget, Builder, Machine, PickleEndsError
-from unshard.formats.torch_file.opcodes import OPERATIONS
+from unshard.formats.torch_file.literals import LITERALS
+from unshard.formats.torch_file.machine import Budget, Builder, Machine, Operation, PickleEndsError
+from unshard.formats.torch_file.opcodes import OPCODES
 
 STOP = ord(".")
+
+
+def _unknown(machine: Machine, position: int) -> int:
+    raise FormatError(f"no pickle: unknown opcode 0x{machine.data[position - 1]:02x}")
+
+
+_KNOWN = {**LITERALS, **OPCODES}
+OPERATIONS: list[Operation] = [_KNOWN.get(bytes([code]), _unknown) for code in range(256)]
+"""What each opcode does."""
 
 
 def unpickle(data: bytes, builder: Builder, budget: Budget, limits: Limits, *, position: int = 0) -> tuple[Any, int]:
