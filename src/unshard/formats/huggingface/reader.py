@@ -187,8 +187,7 @@ def _read_safetensors(path: Path, file: SourceFile) -> _Found:
 
 def _read_bin(path: Path, file: SourceFile) -> _Found:
     from unshard.formats.state_dict import find_state_dict, is_tensor, read_whole, what_it_is
-    from unshard.formats.torch_file import read_torch_file
-    from unshard.formats.torch_file.records import StoredTensor
+    from unshard.formats.torch_file import StoredTensor, UnsupportedTensor, read_torch_file
 
     state, skipped = find_state_dict(read_torch_file(path, file).root, str(path))
     tensors: dict[str, Tensor] = {}
@@ -199,6 +198,8 @@ def _read_bin(path: Path, file: SourceFile) -> _Found:
                 tensors[name] = Tensor(name, entry.dtype, entry.shape, read_whole(entry, None))
             except FormatError as error:
                 problems.append(error)
+        elif isinstance(entry, UnsupportedTensor):
+            problems.append(FormatError(f"{path}: {name}: this tensor {entry.reason}"))
         elif is_tensor(entry):
             problems.append(FormatError(f"{path}: {name} is a piece of a distributed tensor, not a whole one"))
         else:

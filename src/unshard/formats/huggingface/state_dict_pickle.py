@@ -10,22 +10,11 @@ import struct
 from collections.abc import Sequence
 from math import prod
 
-from unshard.dtypes import BF16, BOOL, C64, F16, F32, F64, I8, I16, I32, I64, U8, DType
+from unshard.dtypes import DType
+from unshard.formats.torch_file.storages import STORAGE_TYPES
 from unshard.tensors.box import row_major_strides
 
-STORAGE_CLASSES: dict[DType, str] = {
-    BOOL: "BoolStorage",
-    U8: "ByteStorage",
-    I8: "CharStorage",
-    I16: "ShortStorage",
-    F16: "HalfStorage",
-    BF16: "BFloat16Storage",
-    I32: "IntStorage",
-    F32: "FloatStorage",
-    C64: "ComplexFloatStorage",
-    F64: "DoubleStorage",
-    I64: "LongStorage",
-}
+_STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_TYPES.items() if dtype}
 """Typed storages. All other dtypes lie in an UntypedStorage and are named by `_rebuild_tensor_v3` (since torch 2.2)."""
 
 
@@ -42,7 +31,7 @@ def pickle_state_dict(entries: Sequence[tuple[str, DType, tuple[int, ...]]]) -> 
 
 
 def _write_tensor(writer: _Writer, key: str, dtype: DType, shape: tuple[int, ...]) -> None:
-    storage_class = STORAGE_CLASSES.get(dtype)
+    storage_class = _STORAGE_CLASSES.get(dtype)
     writer.name("torch._utils", "_rebuild_tensor_v2" if storage_class else "_rebuild_tensor_v3")
     writer.raw(b"(")
     _write_storage(writer, storage_class, key, prod(shape) * (1 if storage_class else dtype.itemsize))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unshard.checkpoint import Asset, Checkpoint, Note
-from unshard.dtypes import CAST_CHOICES, U8, DType
+from unshard.dtypes import CAST_CHOICES, U8
 from unshard.errors import ModelError, OutputError
 from unshard.formats.huggingface import shards
 from unshard.formats.huggingface.assets import CONFIG, is_tokenizer_file, read_small_file
@@ -38,15 +38,15 @@ def lay_out(model: Model, source: Checkpoint, options: MergeOptions, adapters: S
     if not model.tensors and not adapters:
         raise ModelError("there are no tensors to write")
     files = _Files()
-    dtype = CAST_CHOICES.get(options.dtype)
     if model.tensors:
-        values = _cast(model.tensors, dtype, files)
+        values = cast_values(model.tensors, options.dtype)
+        files.notes += _note_uncast(values, options)
         _add_weights(values, model.layout, options, files)
         _add_assets(source.assets, source, list(values.values()), model, files)
     else:
         _add_assets([asset for asset in source.assets if is_tokenizer_file(asset.path)], source, [], model, files)
     for adapter in adapters:
-        _add_adapter(adapter, dtype, files, nested=bool(model.tensors))
+        _add_adapter(adapter, options, files, nested=bool(model.tensors))
     return Target(files.in_order(), source.roots, model.claims, (*model.notes, *files.notes))
 
 
@@ -70,16 +70,24 @@ class _Files:
         return tuple(sorted(self.by_path.values(), key=lambda file: file.last))
 
 
-def _cast(values: Mapping[str, Value], dtype: DType | None, files: _Files) -> dict[str, Value]:
-    """The values under their output names, floats in `dtype` if that is given; quantised floats stay as they are."""
+def cast_values(values: Mapping[str, Value], dtype: str) -> dict[str, Value]:
+    """The values under their output names, in the type that `--dtype` asks for ("keep": their own).
+
+    Integers stay what they are, and so do the small floats of quantised weights, which mean nothing without their
+    scales.
+    """
     named = {name: value if value.name == name else value.rename(name) for name, value in values.items()}
-    if dtype is None:
+    wanted = CAST_CHOICES.get(dtype)
+    if wanted is None:
         return named
-    kept = [name for name, value in named.items() if value.dtype.is_float and value.dtype not in PLAIN_FLOATS]
-    if kept:
-        text = f"{len(kept)} tensors hold quantised floats and were not cast to {dtype}"
-        files.notes.append(Note(text, tuple(kept), "warning"))
-    return {name: value.cast(dtype) if value.dtype in PLAIN_FLOATS else value for name, value in named.items()}
+    return {name: value.cast(wanted) if value.dtype in PLAIN_FLOATS else value for name, value in named.items()}
+
+
+def _note_uncast(values: Mapping[str, Value], options: MergeOptions) -> list[Note]:
+    kept = [name for name, value in values.items() if value.dtype.is_float and value.dtype not in PLAIN_FLOATS]
+    if options.dtype == "keep" or not kept:
+        return []
+    return [Note(f"{len(kept)} tensors hold quantised floats and were not cast", tuple(kept), "warning")]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -147,14 +155,14 @@ def _literal_file(path: str, data: bytes, *, last: bool = False) -> TargetFile:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def _add_adapter(adapter: Adapter, dtype: DType | None, files: _Files, *, nested: bool) -> None:
+def _add_adapter(adapter: Adapter, options: MergeOptions, files: _Files, *, nested: bool) -> None:
     """The two files of a PEFT directory (`PeftModel.save_pretrained`): `default` at its root, others below it."""
     directory = f"{ADAPTER_DIRECTORY}/" if nested else ""
     if adapter.name != "default":
         if not _ADAPTER_NAME.fullmatch(adapter.name):
             raise ModelError(f"the adapter's name {adapter.name!r} cannot be a directory's")
         directory += f"{adapter.name}/"
-    values = _cast(adapter.tensors, dtype, files)
+    values = cast_values(adapter.tensors, options.dtype)
     weights = _weights_file(directory + ADAPTER_WEIGHTS, values, shards.SAFETENSORS, last=files.last is None)
     files.add(weights)
     config = json.dumps(dict(adapter.config), indent=2, sort_keys=True) + "\n"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.huggingface.shards import BIN, SAFETENSORS, Naming
-
-Kind: TypeAlias = Literal["safetensors", "bin"]
 
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.")
 _DISTRIBUTED = "shard-"
@@ -21,13 +18,14 @@ _DISTRIBUTED = "shard-"
 class Weights:
     """What is to be read.
 
+    kind:       "safetensors" or "bin".
     files:      names of weights files; with an index, those that it names take their place.
     index:      the name of the index, or None.
     is_adapter: a PEFT adapter, not a model.
     usual:      whether transformers would find these files by itself.
     """
 
-    kind: Kind
+    kind: str
     files: tuple[str, ...]
     index: str | None = None
     is_adapter: bool = False
@@ -53,7 +51,7 @@ def find_weights(names: Collection[str]) -> Weights | None:
     return Weights("safetensors", tuple(sorted(others)), usual=False) if others else None
 
 
-def _find(names: Collection[str], kind: Kind, naming: Naming) -> Weights | None:
+def _find(names: Collection[str], kind: str, naming: Naming) -> Weights | None:
     single = naming.pattern.format("")
     if single in names:
         return Weights(kind, (single,))
