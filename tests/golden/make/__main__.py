@@ -1,4 +1,4 @@
-"""Write the golden checkpoints: `python tests/golden/make [--only TEXT] [--out DIRECTORY] [--demo]`.
+"""Write the golden checkpoints: in `tests/`, `python -m golden.make [--only TEXT] [--out DIRECTORY]`.
 
 They are written by torch, transformers and peft themselves, on gloo, each with the truth beside it; `case.json` records
 the versions. Runs by hand, takes about half a minute on two cores, needs `make test`'s packages.
@@ -14,21 +14,22 @@ import json
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from engines import shard, take_state
-from layouts import LAYOUTS
-from lora import add_adapter, save_truths
-from models import DTYPES, ValueHeadModel, make_model, randomize
-from ranks import run_ranks
 from safetensors.torch import save_file
-from table import CASES, DEMO, Case
 from torch import nn
 from transformers import PreTrainedModel
 
+from golden.make.engines import shard, take_state
+from golden.make.layouts import LAYOUTS
+from golden.make.lora import add_adapter, save_truths
+from golden.make.models import DTYPES, ValueHeadModel, make_model, randomize
+from golden.make.ranks import run_ranks
+from golden.make.table import CASES, DEMO, Case
+
 _ROOT = Path(__file__).parents[3]
+_TOP = ("name", "about", "source", "runs")
 _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names that contain this text")
     parser.add_argument("--out", type=Path, default=_ROOT / "tests" / "golden" / "cases")
+    parser.add_argument("--describe", action="store_true", help="rewrite case.json alone, after a change of the table")
     parser.add_argument("--demo", action="store_true", help="write the checkpoints of `unshard demo` instead")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -46,19 +48,20 @@ def main() -> None:
         return
     for case in CASES:
         if arguments.only in case.name:
-            write_case(case, arguments.out / case.name)
+            if not arguments.describe:
+                write_case(case, arguments.out / case.name)
+            _describe(case, arguments.out / case.name)
             print(case.name, flush=True)
 
 
 def write_case(case: Case, directory: Path) -> None:
-    """Write `ckpt/`, the truths and `case.json` of one case."""
+    """Write `ckpt/` and the truths of one case."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     model = make_model(case.model, dtype=case.dtype, tied=case.tied, task=case.task, seed=case.seed)
     model.save_pretrained(directory / "truth")
     trained = _prepare(model, case, directory)
     run_ranks(_train_rank, case.world, trained, model, case, directory / "ckpt")
-    (directory / "case.json").write_text(json.dumps(_describe(case), indent=1) + "\n")
 
 
 def write_demo(directory: Path) -> None:
@@ -100,12 +103,14 @@ def _train_rank(rank: int, trained: nn.Module, model: PreTrainedModel, case: Cas
     LAYOUTS[case.layout](directory, rank, case, state, model)
 
 
-def _describe(case: Case) -> dict[str, Any]:
-    facts = {"name": case.name, "about": case.about, "source": case.source, "world": case.world}
-    made = {"model": case.model, "dtype": case.dtype, "engine": case.engine, "state": case.state}
-    made |= {"mesh": dict(case.mesh), "seed": case.seed}
-    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    return facts | {"runs": [dataclasses.asdict(run) for run in case.all_runs()], "made": made, "versions": versions}
+def _describe(case: Case, directory: Path) -> None:
+    """Write `case.json`: how the checkpoint was made, and what must come out of it."""
+    made = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case) if field.name not in _TOP}
+    facts = {name: getattr(case, name) for name in _TOP if name != "runs"}
+    facts["runs"] = [dataclasses.asdict(run) for run in case.all_runs()]
+    facts["made"] = made | {"lora": dataclasses.asdict(case.lora) if case.lora else None}
+    facts["versions"] = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    (directory / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 if TYPE_CHECKING:
-    from table import Case
+    from golden.make.table import Case
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 _ROWS = ("o_proj", "down_proj")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from models import save_side_files
 from transformers import PreTrainedModel
 
+from golden.make.models import save_side_files
+
 if TYPE_CHECKING:
-    from table import Case
+    from golden.make.table import Case
 
 State = dict[str, Any]
 

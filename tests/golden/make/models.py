@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import transformers
-from modeling_tinycustom import TinyCustomConfig, TinyCustomModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from golden.make.modeling_tinycustom import TinyCustomConfig, TinyCustomModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

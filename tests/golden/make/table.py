@@ -5,27 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lora import Lora
+from golden.make.lora import Lora
+from golden_set import Run, adapter_runs
 
 Mesh = tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One use of `unshard merge` on a case.
-
-    options: what is typed after SRC and OUT; `{case}` stands for the case's directory.
-    model:   the directory of the case that must come out as the model, bit for bit; None: no model is written.
-    fused:   the model's values are computed, so that their last bits may differ.
-    adapter: the directory of the case that must come out as the PEFT adapter.
-    error:   a regular expression found in the message of the refusal that is the right answer.
-    """
-
-    options: tuple[str, ...] = ()
-    model: str | None = "truth"
-    fused: bool = False
-    adapter: str | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,13 +65,7 @@ class Case:
         """The runs of the table, or those that every checkpoint of its kind must stand."""
         if self.runs:
             return self.runs
-        if self.lora is None:
-            return (Run(),)
-        adapter_alone = Run(("--adapter-only",), model=None, adapter="truth_adapter")
-        if self.lora_only:
-            return (Run(model=None, adapter="truth_adapter"), adapter_alone)
-        fused = Run(("--fuse-lora",), model="truth_merged", fused=True)
-        return (Run(adapter="truth_adapter"), fused, adapter_alone)
+        return (Run(),) if self.lora is None else adapter_runs(adapter_alone=self.lora_only)
 
 
 def _mesh(text: str) -> Mesh:

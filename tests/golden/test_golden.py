@@ -1,0 +1,136 @@
+"""Every golden checkpoint, through the command that a person types: the result equals the truth bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensor_files import assert_equal, assert_fused, read_tensors
+
+from golden_set import GoldenCase, Run, committed_cases, larger_cases
+from unshard.cli import main
+
+CASES = [*committed_cases(), *larger_cases()]
+ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+OWN_WORDS = (2, 3, 4, 5, 6, 7, 8)
+"""Exit codes of refusals; 1 and 70 would be accidents."""
+
+
+def _parameters() -> list[Any]:
+    pairs = [(case, run) for case in CASES for run in case.runs]
+    return [pytest.param(case, run, id=f"{case.name}-{run.label}") for case, run in pairs]
+
+
+@pytest.mark.parametrize(("case", "run"), _parameters())
+def test_merge(case: GoldenCase, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "output"
+    code = main(case.command(run, output))
+    printed = capsys.readouterr()
+    if run.error is not None:
+        assert code in OWN_WORDS
+        assert re.search(run.error, printed.err, re.DOTALL), printed.err
+        assert not output.exists() or not list(output.iterdir())
+        return
+    assert code == 0, printed.err
+    expected_files = set()
+    if run.model is not None:
+        _check_model(case, run, output)
+        expected_files |= {"model.safetensors"} | _check_side_files(case, run, output)
+    if run.adapter is not None:
+        where = output / "lora_adapter" if run.model is not None else output
+        _check_adapter(where, case.directory / run.adapter, case.directory / "truth")
+        expected_files |= {str((where / name).relative_to(output)) for name in ADAPTER_FILES}
+    found_files = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
+    assert found_files == expected_files
+
+
+def _check_model(case: GoldenCase, run: Run, output: Path) -> None:
+    assert run.model is not None
+    found, truth = read_tensors(output), read_tensors(case.directory / run.model)
+    if run.fused:
+        assert_fused(found, truth, read_tensors(case.directory / "truth"))
+    else:
+        assert_equal(found, truth)
+
+
+def _check_side_files(case: GoldenCase, run: Run, output: Path) -> set[str]:
+    """Config, tokenizer and code come out as they lie in the source, byte for byte; returns their names."""
+    source = case.side_files()
+    if source is None or "--weights-only" in run.options:
+        return set()
+    checkpoint_files = re.compile(r".*\.(pt|bin|safetensors)|fsdp_config\.json|lora_train_meta\.json")
+    names = {path.name for path in source.iterdir() if not checkpoint_files.fullmatch(path.name)}
+    for name in names:
+        if name == "config.json" and "--untie-word-embedding" in run.options:
+            untied = json.loads((source / name).read_text()) | {"tie_word_embeddings": False}
+            assert json.loads((output / name).read_text()) == untied
+        else:
+            assert (output / name).read_bytes() == (source / name).read_bytes(), name
+    return names
+
+
+def _check_adapter(found: Path, truth: Path, base: Path) -> None:
+    assert_equal(read_tensors(found), read_tensors(truth))
+    configs = [json.loads((place / "adapter_config.json").read_text()) for place in (found, truth)]
+    modules = [name.removesuffix(".weight") for name in read_tensors(base) if name.endswith(".weight")]
+    meanings = [_meaning(config, modules) for config in configs]
+    assert meanings[0] == meanings[1]
+
+
+def _meaning(config: dict[str, Any], modules: list[str]) -> dict[str, Any]:
+    """What PEFT makes of an adapter_config.json, module by module: rank and alpha of each target, and the variant."""
+    targets = [module for module in modules if any(_ends_with(module, end) for end in config["target_modules"])]
+    return {
+        "rank": {module: _by_pattern(config.get("rank_pattern"), module, config["r"]) for module in targets},
+        "alpha": {module: _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]) for module in targets},
+        "saved": set(config.get("modules_to_save") or ()),
+        "variant": [bool(config.get(key)) for key in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out")],
+        "kind": (config["peft_type"], config["task_type"]),
+    }
+
+
+def _ends_with(module: str, end: str) -> bool:
+    return module == end or module.endswith(f".{end}")
+
+
+def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the end of the module's path, after a dot."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+class TestOldTorch:
+    """Files of torch 2.1 and 2.4, whose classes have other names and states."""
+
+    @pytest.mark.parametrize("version", ["2.1.2", "2.4.1"])
+    def test_dtensors_of_old_torch(self, version: str, larger_golden: Path, tmp_path: Path) -> None:
+        output = tmp_path / "output"
+        source = larger_golden / "old_torch" / f"torch-{version}"
+        assert main(["merge", str(source), str(output), "--weights-only"]) == 0
+        values = {name: tensor.values().tolist() for name, tensor in read_tensors(output).items()}
+        ten = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+        assert values == {"a": ten, "h": ten, "r": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
+
+    def test_three_flavours_of_one_model_agree(self, larger_golden: Path, tmp_path: Path) -> None:
+        outputs = {}
+        for flavour in ("st", "dt", "st_local"):
+            options = ["--shapes-from", str(tmp_path / "st_output")] if flavour == "st_local" else []
+            output = tmp_path / f"{flavour}_output"
+            self._lay_out(larger_golden, flavour, tmp_path / flavour)
+            assert main(["merge", str(tmp_path / flavour), str(output), "--weights-only", *options]) == 0
+            outputs[flavour] = read_tensors(output)
+        assert_equal(outputs["dt"], outputs["st"])
+        assert_equal(outputs["st_local"], outputs["st"])
+
+    @staticmethod
+    def _lay_out(larger_golden: Path, flavour: str, place: Path) -> None:
+        place.mkdir()
+        for rank in range(2):
+            file = larger_golden / "old_torch" / "torch-2.4.1-fsdp1" / f"{flavour}_r{rank}.pt"
+            shutil.copyfile(file, place / f"model_world_size_2_rank_{rank}.pt")

@@ -1,0 +1,157 @@
+"""The golden checkpoints: written by the training frameworks themselves, with the truth beside each.
+
+`tests/golden/cases/` holds tiny ones. A larger set is used where the environment variable UNSHARD_GOLDEN points to one:
+a directory with `cases/`, or one with `cases.tar.xz`, which is unpacked once and kept in the temporary directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMITTED = Path(__file__).parent / "golden" / "cases"
+VARIABLE = "UNSHARD_GOLDEN"
+
+LATER_FORMATS = {
+    "dcp_": "a torch.distributed.checkpoint directory",
+    "hfdcp_": "safetensors shards by torch's HuggingFaceStorageWriter",
+    "acc_": "accelerate's sharded state, which is a torch.distributed.checkpoint directory",
+    "ds_": "DeepSpeed ZeRO partitions",
+    "mc_": "Megatron-Core",
+}
+"""Kinds of the larger set, by the start of their names, that no format reads yet: their tests come with it."""
+
+FSDP_KINDS = ("fsdp1_", "fsdp2_", "tf4_")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One use of `unshard merge`, and what must come of it.
+
+    options: what is typed after SRC and OUT; `{case}` stands for the case's directory.
+    model:   the directory of the case that must come out as the model, bit for bit; None: no model is written.
+    fused:   the model's values are computed, so that their last bits may differ.
+    adapter: the directory of the case that must come out as the PEFT adapter.
+    error:   a regular expression found in the message of the refusal that is the right answer.
+    """
+
+    options: tuple[str, ...] = ()
+    model: str | None = "truth"
+    fused: bool = False
+    adapter: str | None = None
+    error: str | None = None
+
+    @property
+    def label(self) -> str:
+        """A few letters that name the run among those of its case."""
+        return "-".join(word.strip("-") for word in self.options if word.startswith("--")) or "plain"
+
+
+def adapter_runs(*, adapter_alone: bool) -> tuple[Run, ...]:
+    """What every checkpoint of a LoRA run must stand; `adapter_alone`: it holds no base weights."""
+    only = Run(("--adapter-only",), model=None, adapter="truth_adapter")
+    if adapter_alone:
+        return Run(model=None, adapter="truth_adapter"), only
+    return Run(adapter="truth_adapter"), Run(("--fuse-lora",), model="truth_merged", fused=True), only
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    """A checkpoint with its truths. `source` is what `unshard merge` is given."""
+
+    name: str
+    directory: Path
+    source: Path
+    runs: tuple[Run, ...]
+
+    def command(self, run: Run, output: Path) -> list[str]:
+        """The words after `unshard`."""
+        options = [option.format(case=self.directory) for option in run.options]
+        return ["merge", str(self.source), str(output), *options]
+
+    def side_files(self) -> Path | None:
+        """Where the side files of the source lie: beside its tokenizer."""
+        found = sorted(self.directory.glob("ckpt/**/tokenizer.json")) or sorted(
+            self.directory.glob("hf/tokenizer.json")
+        )
+        return found[-1].parent if found else None
+
+
+def committed_cases() -> list[GoldenCase]:
+    """The cases that lie in the repository."""
+    return [_committed(path.parent) for path in sorted(COMMITTED.glob("*/case.json"))]
+
+
+def _committed(directory: Path) -> GoldenCase:
+    facts = json.loads((directory / "case.json").read_text())
+    runs = tuple(Run(**(run | {"options": tuple(run["options"])})) for run in facts["runs"])
+    return GoldenCase(facts["name"], directory, directory / facts["source"], runs)
+
+
+def larger_cases() -> list[GoldenCase]:
+    """The FSDP cases of the larger set; none where there is no larger set."""
+    root = larger_set()
+    if root is None:
+        return []
+    directories = sorted(path.parent for path in root.glob("cases/*/case.json"))
+    return [_larger(directory) for directory in directories if _is_fsdp(directory.name)]
+
+
+def _is_fsdp(name: str) -> bool:
+    """Whether the case is one of FSDP; a kind that is neither FSDP nor known to come later must not go unseen."""
+    if name.startswith(FSDP_KINDS):
+        return True
+    if name.startswith(tuple(LATER_FORMATS)):
+        return False
+    raise ValueError(f"{name}: a kind of golden checkpoint that tests/golden_set.py does not know")
+
+
+def _larger(directory: Path) -> GoldenCase:
+    has_adapter = (directory / "truth_adapter").is_dir()
+    runs = adapter_runs(adapter_alone="loraonly" in directory.name) if has_adapter else (Run(),)
+    return GoldenCase(directory.name, directory, directory / "ckpt", runs)
+
+
+def larger_set() -> Path | None:
+    """The directory that holds the larger set's `cases/`, unpacked if need be; None where UNSHARD_GOLDEN is not set."""
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return None
+    root = Path(named)
+    if (root / "cases").is_dir():
+        return root
+    archive = root / "cases.tar.xz"
+    if not archive.is_file():
+        raise FileNotFoundError(f"{VARIABLE}={named} holds neither cases/ nor cases.tar.xz")
+    return _unpack(archive)
+
+
+def _unpack(archive: Path) -> Path:
+    """Unpack once per version of the archive, whoever comes first: test workers and later runs share the result."""
+    facts = archive.stat()
+    identity = hashlib.sha256(f"{archive.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    place = Path(tempfile.gettempdir()) / f"unshard-golden-{os.getuid()}-{identity}"
+    with _lock(place.with_suffix(".lock")):
+        if not place.is_dir():
+            unfinished = place.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with tarfile.open(archive) as tar:
+                tar.extractall(unfinished, filter="data")
+            unfinished.rename(place)
+    return place
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
