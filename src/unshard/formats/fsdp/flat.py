@@ -1,0 +1,193 @@
+"""FSDP1's flat parameters (LOCAL_STATE_DICT), unflattened.
+
+All parameters of one FSDP unit lie behind each other in `<unit>._flat_param`, in the order of `named_parameters`; tied
+ones once. With `use_orig_params=True` each begins at a multiple of 16 bytes of the compute dtype and the whole is
+padded to a multiple of the world size; the state dict then holds the parameters' fragments under their own names too,
+as views of the flat parameter (torch `distributed/fsdp/_flat_param.py`, `_init_flat_param_and_metadata`). Shapes are
+stored nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from unshard.checkpoint import Shape
+from unshard.errors import IncompleteError, ModelError, UnshardError
+from unshard.formats.torch_file.records import Opaque, StoredTensor, WrapperSubclass
+from unshard.tensors import Chunk, Tensor
+
+FLAT_PARAM = "_flat_param"
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_ALIGNMENTS = (4, 8, 2, 16, 1)
+"""Elements in 16 bytes of the compute dtype: fp32, 16-bit types, fp64, 8-bit types; 1: no alignment."""
+
+
+def is_flat_parameter(name: str) -> bool:
+    """Whether a key of a state dict is a flat parameter."""
+    return name.rsplit(".", 1)[-1] == FLAT_PARAM
+
+
+@dataclass(slots=True)
+class Fragments:
+    """What `use_orig_params=True` left beside the flat parameters: name → rank → (byte in that file, elements).
+
+    They hold nothing that the flat parameters do not, but prove where each parameter lies in them.
+    """
+
+    places: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def take(self, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """The state dict of one rank without its fragments, which are kept here.
+
+        A fragment is a plain tensor of one dimension that is empty or a view of a flat parameter's storage.
+        """
+        storages = {
+            (tensor.storage.file, tensor.storage.offset)
+            for name, value in state_dict.items()
+            if is_flat_parameter(name)
+            for tensor in _local_tensors(value)
+        }
+        rest: dict[str, Any] = {}
+        flat = any(is_flat_parameter(name) for name in state_dict)
+        for name, value in state_dict.items():
+            if flat and isinstance(value, StoredTensor) and not is_flat_parameter(name) and len(value.shape) == 1:
+                storage, size = value.storage, value.shape[0]
+                if size == 0 or (storage.file, storage.offset) in storages:
+                    place = storage.offset + value.offset * value.dtype.itemsize
+                    self.places.setdefault(name, {})[rank] = (place, size)
+                    continue
+            rest[name] = value
+        return rest
+
+    def is_alias(self, name: str, others: Sequence[str]) -> bool:
+        """Whether a parameter is the same memory as one of `others`: a tied one."""
+        here = self.places.get(name)
+        return (
+            here is not None
+            and any(size for _, size in here.values())
+            and any(here == self.places.get(other) for other in others)
+        )
+
+
+def unflatten(
+    flats: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    fragments: Fragments,
+    taken: Mapping[str, Tensor],
+    world_size: int,
+) -> tuple[dict[str, Tensor], list[UnshardError]]:
+    """The parameters of all flat parameters, in the order of `shapes`, and what does not fit.
+
+    `shapes` are the model's in the order of `named_parameters`; `taken` are tensors that lie in the state dict as they
+    are (parameters that FSDP ignored, buffers).
+    """
+    units = {_clean(name)[: -len(FLAT_PARAM)]: flat for name, flat in flats.items()}
+    members: dict[str, list[str]] = {unit: [] for unit in units}
+    homeless: list[str] = []
+    known = {_clean(name) for name in taken}
+    for name in shapes:
+        unit = next((prefix for prefix in _prefixes(name) if prefix in units), None)
+        if name in known:
+            continue
+        if unit is None:
+            homeless.append(name)
+        elif not fragments.is_alias(name, members[unit]):
+            members[unit].append(name)
+    problems: list[UnshardError] = []
+    if homeless:
+        problems.append(ModelError(f"no flat parameter holds {', '.join(homeless[:8])}", hint=_HINT))
+    tensors: dict[str, Tensor] = {}
+    for unit, flat in units.items():
+        sizes = {name: prod(shapes[name]) for name in members[unit]}
+        starts = _find_starts(flat, sizes, fragments, world_size)
+        if starts is None:
+            problems.append(
+                ModelError(
+                    f"{flat.name} has {flat.size} elements, but the {len(sizes)} parameters of the known shapes that "
+                    f"belong to it have {sum(sizes.values())}, and no padding of FSDP makes them fit",
+                    hint=_HINT,
+                )
+            )
+            continue
+        for name, start in starts.items():
+            piece = flat.slice(0, start, start + sizes[name])
+            tensors[name] = piece.reshape(shapes[name]).rename(name)
+    return {name: tensors[name] for name in shapes if name in tensors}, problems
+
+
+_HINT = "name a Hugging Face directory of the same model with --shapes-from DIR"
+
+
+def shapes_unknown(flats: Sequence[str]) -> UnshardError:
+    """The problem of a checkpoint with flat parameters whose shapes nobody knows."""
+    return IncompleteError(
+        f"{len(flats)} FSDP1 flat parameters ({', '.join(flats[:4])}{', …' if len(flats) > 4 else ''}): the file does "
+        "not say which parameters of which shapes lie in them",
+        hint=_HINT,
+    )
+
+
+def _find_starts(
+    flat: Tensor, sizes: Mapping[str, int], fragments: Fragments, world_size: int
+) -> dict[str, int] | None:
+    """Where in the flat parameter each parameter begins, or None where nothing fits what is stored.
+
+    Without fragments there is no padding. With them the alignment is the one that puts every fragment where it is.
+    """
+    aligned = any(name in fragments.places for name in sizes)
+    for alignment in _ALIGNMENTS if aligned else (1,):
+        starts: dict[str, int] = {}
+        end = 0
+        for name, size in sizes.items():
+            starts[name] = -(-end // alignment) * alignment
+            end = starts[name] + size
+        spare = flat.size - end
+        fits = spare == 0 or (aligned and 0 < spare < world_size)
+        if fits and all(_is_where(flat, name, starts[name], sizes[name], fragments) for name in sizes):
+            return starts
+    return None
+
+
+def _is_where(flat: Tensor, name: str, start: int, size: int, fragments: Fragments) -> bool:
+    """Whether the fragments of a parameter lie where a start in the flat parameter puts them."""
+    held = {chunk.rank: _overlap(chunk, start, start + size) for chunk in flat.chunks}
+    for rank, (place, count) in fragments.places.get(name, {}).items():
+        if held.get(rank) != ((place, count) if count else None):
+            return False
+    return True
+
+
+def _overlap(chunk: Chunk, start: int, stop: int) -> tuple[int, int] | None:
+    """(byte in the file, elements) of the part of a one-dimensional chunk in `start:stop`; None where there is none."""
+    low, high = max(start, chunk.box.offsets[0]), min(stop, chunk.box.stops[0])
+    if low >= high:
+        return None
+    return chunk.extent.offset + (low - chunk.box.offsets[0]) * chunk.extent.strides[0], high - low
+
+
+def _local_tensors(value: Any) -> Iterator[StoredTensor]:
+    """The stored tensors of a flat parameter: the shards of a ShardedTensor, or the tensor itself."""
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, WrapperSubclass) and isinstance(value.state, tuple) and value.state:
+        for shard in value.state[0] if isinstance(value.state[0], list) else ():
+            tensor = shard.get("tensor") if isinstance(shard, Opaque) else None
+            if isinstance(tensor, StoredTensor):
+                yield tensor
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The modules that a parameter lies in, from the innermost to the root: "a.b.", "a.", ""."""
+    parts = name.split(".")[:-1]
+    for count in range(len(parts), -1, -1):
+        yield "".join([part + "." for part in parts[:count]])
+
+
+def _clean(name: str) -> str:
+    """A name without what FSDP, activation checkpointing and torch.compile put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

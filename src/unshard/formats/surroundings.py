@@ -1,0 +1,77 @@
+"""What lies around training checkpoints: the model's config and tokenizer, and what is known of its LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unshard.checkpoint import Asset
+from unshard.errors import FormatError, UnshardError
+from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
+
+_ROOT = "assets"
+_HUGGINGFACE = "huggingface"
+_ADAPTER_FILES = ("lora_train_meta.json", "adapter_config.json", "lora_adapter/adapter_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Files around a checkpoint.
+
+    config, assets: of the model; `roots` holds the place that the assets' files are relative to.
+    adapter:        `lora_train_meta.json` (verl) or a PEFT `adapter_config.json`, parsed.
+    problems:       files that are there but malformed.
+    """
+
+    config: Mapping[str, Any] | None = None
+    assets: tuple[Asset, ...] = ()
+    roots: Mapping[str, Path] | None = None
+    adapter: Mapping[str, Any] | None = None
+    problems: tuple[UnshardError, ...] = ()
+
+
+def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
+    """What lies in these directories, in their `huggingface/` (verl), and in so many parents of the first of them.
+
+    The first place with the config of a model wins; parents count only with such a config (accelerate keeps it beside
+    or above its ranks). Without any, what lies in `huggingface/` or in the first directory is taken.
+    """
+    problems: list[UnshardError] = []
+    places = [place for directory in directories for place in (directory / _HUGGINGFACE, directory) if place.is_dir()]
+    above = list(directories[0].absolute().parents)[:parents] if directories else []
+    config: Mapping[str, Any] | None = None
+    assets: tuple[Asset, ...] = ()
+    roots: Mapping[str, Path] | None = None
+    for place in [place for place in (*places, *above) if _has_model_config(place)] or places[:1]:
+        try:
+            config, assets = find_assets(place, _ROOT)
+            roots = {_ROOT: place}
+        except FormatError as error:
+            problems.append(error)
+        break
+    adapter = read_first_json([directory / name for directory in directories for name in _ADAPTER_FILES], problems)
+    return Surroundings(config, assets, roots, adapter, tuple(problems))
+
+
+def read_first_json(paths: Sequence[Path], problems: list[UnshardError]) -> dict[str, Any] | None:
+    """The first of these JSON files that exists; what is wrong with it is added to `problems`."""
+    for path in paths:
+        if path.is_file():
+            try:
+                return read_config(path)
+            except FormatError as error:
+                problems.append(error)
+    return None
+
+
+def _has_model_config(directory: Path) -> bool:
+    """Whether a directory has a model's config.json; a malformed one counts, a trainer's own does not."""
+    if not (directory / CONFIG).is_file():
+        return False
+    try:
+        config = read_config(directory / CONFIG)
+    except FormatError:
+        return True
+    return "model_type" in config or "architectures" in config
