@@ -297,9 +297,9 @@ LORA = (
 CASES = (*FSDP2, *FAMILIES, *FSDP1, *LAYOUTS, *TIES, *LORA)
 
 DEMO = (
-    Case("full", "4 ranks, tied embeddings, fp32", model="qwen3_demo", tied=True, mesh=_mesh("fsdp=4")),
+    Case("model", "4 ranks, tied embeddings, fp32", model="qwen3_demo", tied=True, mesh=_mesh("fsdp=4")),
     Case(
-        "lora",
+        "model_with_lora",
         "4 ranks, a LoRA run in bf16",
         model="qwen3_demo",
         tied=True,
