@@ -5,6 +5,7 @@ The list is `REDUCERS` (of `reducers.py`). All else becomes an `Opaque` record o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from unshard.dtypes import BY_TORCH_NAME
@@ -16,6 +17,7 @@ from unshard.formats.torch_file.reducers import REDUCERS, merge_states
 from unshard.formats.torch_file.storages import Storages
 
 RECORD_COST = 4
+GETATTR = ("builtins.getattr", "__builtin__.getattr")
 
 
 class RecordBuilder:
@@ -43,24 +45,25 @@ class RecordBuilder:
             self._found[module, name] = found
         return found
 
-    def call(self, function: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    def call(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """The value of a known call, else an opaque record of it."""
         if not isinstance(function, Global):
             raise FormatError(f"the pickle calls something that is no class or function: {type(function).__name__}")
         if not isinstance(args, tuple):
             raise FormatError(f"the pickle calls {function.path} with arguments that are no tuple")
         self._budget.spend(RECORD_COST)
-        if function.name == "getattr" and function.module in ("builtins", "__builtin__"):
-            return self._get_nested(function, args)
-        reducer = REDUCERS.get(function.path)
-        if reducer is None or kwargs:
-            return Opaque(function, args, kwargs or {})
+        if kwargs:
+            return Opaque(function, args, kwargs)
+        path = function.path
+        reducer = REDUCERS.get(path)
+        if reducer is None:
+            return self._get_nested(function, args) if path in GETATTR else Opaque(function, args)
         try:
             return reducer(function, args, self._budget)
         except FormatError:
             raise
         except (ValueError, TypeError, LookupError, OverflowError) as error:
-            raise FormatError(f"the pickle calls {function.path} with arguments that torch never writes") from error
+            raise FormatError(f"the pickle calls {path} with arguments that torch never writes") from error
 
     def _get_nested(self, function: Global, args: tuple[Any, ...]) -> Any:
         """`getattr(Outer, "Inner")` is how old protocols name a nested class; any other use stays a record."""

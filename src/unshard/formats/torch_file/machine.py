@@ -7,7 +7,7 @@ the file's nesting, and all growth is counted against `Limits`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from unshard.errors import FormatError
@@ -42,7 +42,7 @@ class Builder(Protocol):
         """What stands for `module.name`."""
         ...
 
-    def call(self, function: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+    def call(self, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
         """What stands for the result of a call."""
         ...
 
@@ -61,7 +61,7 @@ class Machine:
     `stack` holds the values, `marks` the stack heights at which MARK stood, `memo` what PUT remembered.
     """
 
-    __slots__ = ("_tuple_keys", "budget", "builder", "data", "limits", "marks", "memo", "stack")
+    __slots__ = ("_tuple_keys", "budget", "builder", "data", "limits", "marks", "memo", "memo_limit", "stack")
 
     def __init__(self, data: bytes, builder: Builder, budget: Budget, limits: Limits) -> None:
         self.data = data
@@ -71,6 +71,7 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.memo_limit = limits.memo
         self._tuple_keys = 0
 
     def take(self, position: int, count: int) -> bytes:
@@ -109,14 +110,19 @@ class Machine:
     def remember(self, index: int) -> None:
         """Put the top of the stack into the memo."""
         self.memo[index] = self.stack[-1]
-        if len(self.memo) > self.limits.memo:
-            raise FormatError("the pickle remembers more objects than any checkpoint needs")
+        if len(self.memo) > self.memo_limit:
+            raise self.too_much_remembered()
+
+    def too_much_remembered(self) -> FormatError:
+        return FormatError("the pickle remembers more objects than any checkpoint needs")
 
     def append_to(self, target: Any, items: Sequence[Any]) -> None:
         """APPEND and APPENDS: only lists and records can be appended to."""
         if type(target) is list:
             target.extend(items)
         elif isinstance(target, Opaque):
+            if not isinstance(target.items, list):
+                target.items = []
             target.items.extend(items)
         else:
             raise FormatError(f"the pickle appends to an object of kind {type(target).__name__}")
@@ -127,6 +133,8 @@ class Machine:
             raise FormatError("the pickle sets a key without a value")
         keys, values = flat[::2], flat[1::2]
         if isinstance(target, Opaque):
+            if not isinstance(target.pairs, list):
+                target.pairs = []
             target.pairs.extend(zip(keys, values, strict=True))
             return
         if type(target) is not dict:

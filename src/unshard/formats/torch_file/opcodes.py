@@ -59,7 +59,10 @@ def binput(machine: Machine, position: int) -> int:
 
 
 def long_binput(machine: Machine, position: int) -> int:
-    machine.remember(UINT32(machine.data, position)[0])
+    memo = machine.memo
+    memo[UINT32(machine.data, position)[0]] = machine.stack[-1]
+    if len(memo) > machine.memo_limit:
+        raise machine.too_much_remembered()
     return position + 4
 
 
@@ -104,24 +107,26 @@ def empty_dict(machine: Machine, position: int) -> int:
 
 
 def tuple1(machine: Machine, position: int) -> int:
-    return _push_tuple(machine, position, 1)
+    machine.stack[-1] = (machine.stack[-1],)
+    machine.budget.spend(1)
+    return position
 
 
 def tuple2(machine: Machine, position: int) -> int:
-    return _push_tuple(machine, position, 2)
+    stack = machine.stack
+    second = stack.pop()
+    stack[-1] = (stack[-1], second)
+    machine.budget.spend(1)
+    return position
 
 
 def tuple3(machine: Machine, position: int) -> int:
-    return _push_tuple(machine, position, 3)
-
-
-def _push_tuple(machine: Machine, position: int, size: int) -> int:
     stack = machine.stack
-    if len(stack) < size:
-        raise FormatError("the pickle's stack is too short for a tuple")
-    items = tuple(stack[-size:])
-    del stack[-size:]
-    return _push(machine, position, items)
+    third = stack.pop()
+    second = stack.pop()
+    stack[-1] = (stack[-1], second, third)
+    machine.budget.spend(1)
+    return position
 
 
 def tuple_(machine: Machine, position: int) -> int:

@@ -6,6 +6,7 @@ own recursion.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +80,10 @@ class Opaque:
 
     cls: Global
     args: tuple[Any, ...] = field(default=(), repr=False)
-    kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
+    kwargs: Mapping[str, Any] | None = field(default=None, repr=False)
     state: Any = field(default=None, repr=False)
-    items: list[Any] = field(default_factory=list, repr=False)
-    pairs: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    items: list[Any] | tuple[()] = field(default=(), repr=False)
+    pairs: list[tuple[Any, Any]] | tuple[()] = field(default=(), repr=False)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         """An attribute of the state, where the state is a dict."""

@@ -73,7 +73,7 @@ def _view(
     """A strided view of a storage; offset and strides in elements. FormatError where it reaches out of the storage."""
     shape = _shape(size)
     steps = _counts(strides)
-    if len(shape) != len(steps) or _count(offset) is None:
+    if len(shape) != len(steps) or type(offset) is not int or offset < 0:
         raise FormatError(f"a tensor of shape {shape} has strides {steps} and offset {offset}")
     if not isinstance(dtype, DType):
         return UnsupportedTensor(f"has elements of type {_foreign_type(dtype)}, which safetensors cannot hold", shape)
@@ -112,13 +112,13 @@ def _counts(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > DEFAULT_LIMITS.dimensions:
         raise TypeError("not a shape")
     for value in values:
-        if _count(value) is None:
-            raise FormatError(f"a tensor has a size or stride that is no count: {type(value).__name__} {value!r:.40}")
+        if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+            raise FormatError(f"a tensor has a size or stride that is no count: {_show(value)}")
     return tuple(values)
 
 
-def _count(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value <= LARGEST_COUNT else None
+def _show(value: Any) -> str:
+    return str(value)[:40] if isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def _parameter(_: Global, args: tuple[Any, ...], budget: Budget) -> Any:

@@ -29,20 +29,18 @@ def unpickle(data: bytes, builder: Builder, budget: Budget, limits: Limits, *, p
     PickleEndsError where the data are not enough, FormatError where they are no pickle that we read.
     """
     machine = Machine(data, builder, budget, limits)
-    start = position
     try:
         for _ in range(limits.operations):
-            start = position
             code = data[position]
             if code == STOP:
                 return _result(machine), position + 1
             position = OPERATIONS[code](machine, position + 1)
     except FormatError as error:
-        raise type(error)(f"{error.message} (byte {start} of the pickle)", hint=error.hint) from None
+        raise type(error)(f"{error.message} (byte {position} of the pickle)", hint=error.hint) from None
     except (LookupError, ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
-        if start + 1 >= len(data) or isinstance(error, struct.error):
+        if position + 1 >= len(data) or isinstance(error, struct.error):
             raise PickleEndsError(f"the pickle ends early, at its byte {len(data)}") from None
-        raise FormatError(f"the pickle is damaged at its byte {start}") from error
+        raise FormatError(f"the pickle is damaged at its byte {position}") from error
     raise FormatError(f"the pickle has more than {limits.operations} operations")
 
 
