@@ -1,4 +1,4 @@
-"""Turn the checkpoint fragments of distributed training into a Hugging Face model: any machine, no PyTorch, bit for bit.
+"""Turn the checkpoint fragments of distributed training into a Hugging Face model.
 
 >>> import unshard
 >>> checkpoint = unshard.open("global_step_100/actor")

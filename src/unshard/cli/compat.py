@@ -41,7 +41,7 @@ NOTHING_LEFT_TO_DO = {
 
 
 def add_options(parser: argparse.ArgumentParser, *, merges: bool) -> None:
-    """verl's options that `merge` and `test` share, and those of `merge` alone."""
+    """The options of verl's that `merge` and `test` share, and those of `merge` alone."""
     group = parser.add_argument_group("verl's words")
     add_model_words(group)
     group.add_argument("--local_dir", type=Path, metavar="DIR", help="the checkpoint: the same as SRC")

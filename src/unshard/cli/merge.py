@@ -22,7 +22,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
-    from unshard.hub import upload, require_hub
+    from unshard.hub import require_hub, upload
     from unshard.merging import merge
     from unshard.report.render import print_report
 

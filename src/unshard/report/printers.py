@@ -91,9 +91,11 @@ class LogPrinter:
                 if monotonic() - self._last >= LOG_EVERY and not self._quiet:
                     self._last = monotonic()
                     print(f"{PHASES.get(event.phase, event.phase)}: {phase.line()}", file=self._stream, flush=True)
-            elif isinstance(event, Message):
-                if event.level == "warning" or (event.level == "note" and not self._quiet) or self._verbose:
-                    print(f"{event.level}: {event.text}", file=self._stream, flush=True)
+            elif isinstance(event, Message) and self._shows(event.level):
+                print(f"{event.level}: {event.text}", file=self._stream, flush=True)
+
+    def _shows(self, level: str) -> bool:
+        return level == "warning" or self._verbose or (level == "note" and not self._quiet)
 
     def error(self, error: UnshardError) -> None:
         print(f"error: {error}", file=self._stream, flush=True)

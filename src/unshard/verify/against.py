@@ -1,4 +1,4 @@
-"""`verify OUT [--against SRC|HF_DIR]` and verl's `test`: a model that lies there, checked on its own or against another.
+"""`verify OUT [--against SRC|HF_DIR]` and verl's `test`: a model checked on its own or against another.
 
 Either side may be a Hugging Face directory or a checkpoint; a checkpoint is named as a merge would name it, so that the
 two sides speak of the same tensors.
@@ -6,7 +6,6 @@ two sides speak of the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -41,8 +41,6 @@ class PlainReader:
 
     def read_run(self, file: SourceFile, base: int, start: int, sizes: Sequence[int], dtype: DType) -> Array:
         """`sizes` elements from element `start` of a contiguous tensor whose first byte is `base`."""
-        import numpy as np
-
         data = self._read(file, base + start * dtype.itemsize, prod(sizes) * dtype.itemsize)
         return data.view(dtype.numpy).reshape(tuple(sizes))
 

@@ -22,10 +22,9 @@ def check_files(target: Target, output: Path) -> list[UnshardError]:
     problems: list[UnshardError] = []
     expected = {file.path: file for file in target.files}
     found = {path.relative_to(output).as_posix(): path for path in output.rglob("*") if not path.is_dir()}
-    for name in expected.keys() - found.keys():
-        problems.append(VerificationError(f"`{output / name}` was planned, but is not there"))
-    for name in found.keys() - expected.keys():
-        problems.append(VerificationError(f"`{found[name]}` lies in the output, but was not planned"))
+    missing, surplus = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    problems += [VerificationError(f"`{output / name}` was planned, but is not there") for name in missing]
+    problems += [VerificationError(f"`{output / name}` lies there, but was not planned") for name in surplus]
     for name, file in expected.items():
         path = found.get(name)
         if path is None:
