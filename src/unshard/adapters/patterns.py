@@ -1,0 +1,90 @@
+"""PEFT's ways to say which modules something holds for, read and written.
+
+Reading follows huggingface/peft: `get_pattern_key` (`src/peft/utils/other.py`) for `rank_pattern` and `alpha_pattern`,
+`check_target_module_exists` (`src/peft/tuners/tuners_utils.py`) for `target_modules`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+V = TypeVar("V", int, float)
+
+_UNBOUNDED = re.compile(r"(?<!\\)[*+{]")
+_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_MAX_UNBOUNDED = 3
+
+
+def value_for(patterns: Mapping[str, V], path: str, default: V) -> V:
+    """The value of the first pattern that matches the path or an end of it, from a dot on; else the default.
+
+    Raises ValueError for a pattern that is no regular expression, or that could take for ever.
+    """
+    if path in patterns and not any(_is_expression(pattern) for pattern in patterns):
+        return patterns[path]
+    for pattern, value in patterns.items():
+        if _matches(pattern, path):
+            return value
+    return default
+
+
+def _matches(pattern: str, path: str) -> bool:
+    if not _is_expression(pattern):
+        return is_end(pattern, path)
+    if _REPEATED_GROUP.search(pattern) or len(_UNBOUNDED.findall(pattern)) > _MAX_UNBOUNDED:
+        raise ValueError(f"the pattern {pattern!r} repeats too much to be tried safely")
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", path) is not None
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+
+
+def _is_expression(pattern: str) -> bool:
+    """Whether the pattern is more than a module's name, whose dots PEFT takes for any character."""
+    return re.fullmatch(r"[\w.-]*", pattern) is None
+
+
+def is_end(end: str, path: str) -> bool:
+    """Whether `end` is the path, or its last components."""
+    return path == end or path.endswith("." + end)
+
+
+def last_component(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def patterns_for(values: Mapping[str, V], default: V) -> dict[str, V]:
+    """The shortest patterns by which `value_for` gives each path its value, longest first: the first match counts."""
+    groups: dict[str, dict[str, V]] = defaultdict(dict)
+    for path, value in values.items():
+        groups[last_component(path)][path] = value
+    patterns: dict[str, V] = {}
+    for end, group in groups.items():
+        alike = len(set(group.values())) == 1
+        for path, value in group.items():
+            if value == default:
+                continue
+            if alike:
+                patterns[end] = value
+            else:
+                shared = any(other != path and is_end(path, other) and values[other] != value for other in group)
+                patterns["^" + re.escape(path) if shared else path] = value
+    return {pattern: patterns[pattern] for pattern in sorted(patterns, key=lambda key: (-len(key), key))}
+
+
+def shortest_targets(targets: Collection[str], modules: Collection[str]) -> list[str]:
+    """Names that target exactly `targets` among `modules`: last components where these say enough, else whole paths.
+
+    With no modules known beside the targets, whole paths are the only exact answer.
+    """
+    spoken_for = set(targets)
+    ends_elsewhere = {last_component(module) for module in modules if module not in spoken_for}
+    return sorted(
+        {
+            target if not modules or last_component(target) in ends_elsewhere else last_component(target)
+            for target in targets
+        }
+    )
