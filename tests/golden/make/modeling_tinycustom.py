@@ -2,10 +2,10 @@
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 
-class TinyCustomConfig(PreTrainedConfig):
+class TinyCustomConfig(PretrainedConfig):
     """The sizes of a TinyCustomModel."""
 
     model_type = "tinycustom"

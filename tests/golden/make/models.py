@@ -5,6 +5,7 @@ Sizes are uneven on purpose (a vocabulary of 67, an intermediate size of 37): ev
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ _DENSE = {
     "vocab_size": 67,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
+_SECTIONS = {"mrope_section": [1, 1, 0]}
+_ROPE = (
+    {"rope_scaling": {"type": "mrope"} | _SECTIONS}
+    if transformers.__version__.startswith("4.")
+    else {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | _SECTIONS}
+)
 _VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
 _VISION_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 
@@ -65,7 +71,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": (
         "Qwen2VLConfig",
         {
-            "text_config": _DENSE | {"rope_parameters": _ROPE},
+            "text_config": _DENSE | _ROPE,
             "vision_config": _VISION | {"embed_dim": 8, "hidden_size": 16, "mlp_ratio": 2},
         }
         | _VISION_TOKENS,
@@ -73,7 +79,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
         {
-            "text_config": _DENSE | {"rope_parameters": _ROPE},
+            "text_config": _DENSE | _ROPE,
             "vision_config": _VISION
             | {"hidden_size": 8, "out_hidden_size": 16, "intermediate_size": 13}
             | {"fullatt_block_indexes": [0], "window_size": 16},
@@ -171,6 +177,7 @@ def save_side_files(model: PreTrainedModel, directory: Path) -> None:
     """Config, generation config with two end tokens, tokenizer and custom code: all that lies beside the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(directory)
+    _name_architecture(model, directory / "config.json")
     text = model.config.get_text_config()
     make_tokenizer(text.vocab_size).save_pretrained(directory)
     if model.can_generate():
@@ -178,6 +185,13 @@ def save_side_files(model: PreTrainedModel, directory: Path) -> None:
     if isinstance(model, TinyCustomModel):
         code = Path(__file__).with_name("modeling_tinycustom.py")
         (directory / code.name).write_bytes(code.read_bytes())
+
+
+def _name_architecture(model: PreTrainedModel, path: Path) -> None:
+    """Transformers 4 keeps the `architectures` set on a vision-language config in its text config alone."""
+    config = json.loads(path.read_text())
+    if not config.get("architectures"):
+        path.write_text(json.dumps(config | {"architectures": [type(model).__name__]}, indent=2) + "\n")
 
 
 class ValueHeadModel(nn.Module):

@@ -20,6 +20,7 @@ class Case:
     tensor_dim: the mesh dimension that is tensor parallel, if it occurs.
     state:    the state dict's flavour: sharded, full, full_rank0, local, or named_parameters.
     source:   what is given to `unshard merge`, below the case's directory.
+    transformers: the major version that the model is made with; the others' cases are left alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     lora: Lora | None = None
     lora_only: bool = False
     seed: int = 0
+    transformers: int = 5
     runs: tuple[Run, ...] = field(default=())
 
     @property
@@ -127,6 +129,13 @@ FAMILIES = (
     Case("fsdp2_qwen2_vl", "vision and language", model="qwen2_vl"),
     Case("fsdp2_qwen2_5_vl", "vision and language", model="qwen2_5_vl", dtype="bf16", mesh=_mesh("fsdp=3")),
     Case("fsdp2_qwen2_vl_tied", "vision and language, tied", model="qwen2_vl", tied=True),
+)
+
+TRANSFORMERS_4 = (
+    Case("tf4_mixtral", "one tensor per expert", model="mixtral", transformers=4),
+    Case("tf4_qwen3_moe", "one tensor per expert", model="qwen3_moe", dtype="bf16", transformers=4),
+    Case("tf4_qwen2_vl", "vision and language", model="qwen2_vl", transformers=4),
+    Case("tf4_qwen2_5_vl", "vision and language, FSDP1", model="qwen2_5_vl", engine="fsdp1", transformers=4),
 )
 
 FSDP1 = (
@@ -294,7 +303,7 @@ LORA = (
     ),
 )
 
-CASES = (*FSDP2, *FAMILIES, *FSDP1, *LAYOUTS, *TIES, *LORA)
+CASES = (*FSDP2, *FAMILIES, *TRANSFORMERS_4, *FSDP1, *LAYOUTS, *TIES, *LORA)
 
 DEMO = (
     Case("model", "4 ranks, tied embeddings, fp32", model="qwen3_demo", tied=True, mesh=_mesh("fsdp=4")),
