@@ -67,7 +67,7 @@ def entry(shape: object = (4,), offsets: object = (0, 4), dtype: object = "U8") 
         (named(a=entry([1 << 64])), b"1234", "no shape"),
         (named(a=entry([1 << 63, 2, 0], [0, 0])), b"", "overflows"),
         (named(a=entry([1 << 32, 1 << 32], [0, 0])), b"", "overflows"),
-        (named(a=("9" * 1000)), b"1234", "malformed"),
+        (named(a=entry([10**1000])), b"1234", "malformed"),
         ('{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', b"1234", "malformed"),
         ('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,Infinity]}}', b"1234", "malformed"),
         (named(a=entry([4], [4, 0])), b"1234", "no data offsets"),

@@ -114,10 +114,11 @@ class _Catalog:
             if index is None:
                 return
             files = self._present(index.files, weights.index)
-        elif not weights.usual and len(files) > 1:
-            names = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
-            self.notes.append(Note(f"there is no index: all of {names} are taken to be one model", level="warning"))
+        elif not weights.usual:
             self.problems += check_numbering(files)
+            if len(files) > 1:
+                text = f"there is no index: {_some(files)} are taken to be one model"
+                self.notes.append(Note(text, level="warning"))
         reader = _read_safetensors if weights.kind == "safetensors" else _read_bin
         for name in files:
             found = self.attempt(lambda name=name: reader(self._path(name), self.places[name]))  # type: ignore[misc]
