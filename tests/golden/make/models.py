@@ -188,10 +188,14 @@ def save_side_files(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _name_architecture(model: PreTrainedModel, path: Path) -> None:
-    """Transformers 4 keeps the `architectures` set on a vision-language config in its text config alone."""
+    """Transformers 4 keeps the `architectures` set on a vision-language config in its text config alone.
+
+    FSDP2 gives the classes that it shards a prefix.
+    """
     config = json.loads(path.read_text())
     if not config.get("architectures"):
-        path.write_text(json.dumps(config | {"architectures": [type(model).__name__]}, indent=2) + "\n")
+        architecture = type(model).__name__.removeprefix("FSDP")
+        path.write_text(json.dumps(config | {"architectures": [architecture]}, indent=2) + "\n")
 
 
 class ValueHeadModel(nn.Module):
