@@ -5,6 +5,7 @@ The list is `REDUCERS` (of `reducers.py`). All else becomes an `Opaque` record o
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ class RecordBuilder:
             return reducer(function, args, self._budget)
         except FormatError:
             raise
-        except (ValueError, TypeError, LookupError, OverflowError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
             raise FormatError(f"the pickle calls {path} with arguments that torch never writes") from error
 
     def _get_nested(self, function: Global, args: tuple[Any, ...]) -> Any:

@@ -83,8 +83,8 @@ class LegacyStream:
         _, _, position = self._unpickle(0, Survey())
         protocol, _, position = self._unpickle(position, Survey())
         system, _, position = self._unpickle(position, Survey())
-        if protocol != PROTOCOL:
-            raise FormatError(f"torch's legacy stream of version {protocol!r:.20}; only {PROTOCOL} is known")
+        if type(protocol) is not int or protocol != PROTOCOL:
+            raise FormatError(f"torch's legacy stream, but not of the only known version, {PROTOCOL}")
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise refuse_byte_order()
         return position
@@ -107,7 +107,7 @@ class LegacyStream:
 
     def _place(self, keys: Any, survey: Survey, position: int) -> Places:
         """Where each storage lies: they follow each other from `position` to the end of the file."""
-        if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(survey.sizes):
+        if not _is_list_of_text(keys) or sorted(keys) != sorted(survey.sizes):
             raise FormatError("the storages that the file lists are not those that its object uses")
         offsets: dict[str, int] = {}
         for key in keys:
@@ -123,3 +123,7 @@ class LegacyStream:
         if position != self._source.size:
             raise FormatError(f"{self._source.size - position} bytes follow the last storage")
         return Places(offsets)
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

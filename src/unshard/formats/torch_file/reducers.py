@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
 
@@ -25,19 +26,24 @@ from unshard.formats.torch_file.records import (
     UnsupportedTensor,
     WrapperSubclass,
 )
+from unshard.formats.torch_file.storages import OTHER_ITEM_SIZES
 
 Reducer: TypeAlias = Callable[[Global, tuple[Any, ...], Budget], Any]
 
-TENSOR_KINDS = (StoredTensor, UnsupportedTensor, WrapperSubclass)
 LARGEST_COUNT = (1 << 63) - 1
 
 
 def merge_states(old: Any, new: Any, budget: Budget) -> Any:
-    """What BUILD makes of a state. A `(dict or None, dict of slots)` pair is one dict. Copies are paid for."""
+    """What BUILD makes of a state. A `(dict or None, dict of slots)` pair is one dict.
+
+    Copies are paid for; they are made of dicts with text keys only, whose hashes nobody can make collide.
+    """
     if isinstance(new, tuple) and len(new) == 2 and isinstance(new[1], dict) and isinstance(new[0], (dict, type(None))):
         new = merge_states(new[0], new[1], budget) if new[0] else new[1]
     if isinstance(old, dict) and old and isinstance(new, dict):
         budget.spend(len(old) + len(new))
+        if not all(type(key) is str for key in chain(old, new)):
+            raise FormatError("the pickle sets attributes whose names are no text")
         return {**old, **new}
     return new
 
@@ -62,7 +68,7 @@ def _tensor_v3(_: Global, args: tuple[Any, ...], budget: Budget) -> StoredTensor
 
 def _foreign_storage(storage: Any) -> Global:
     """The class of a storage whose type we do not hold."""
-    if not isinstance(storage, Opaque):
+    if not isinstance(storage, Opaque) or storage.cls.name not in OTHER_ITEM_SIZES:
         raise TypeError("not a storage")
     return storage.cls
 
@@ -77,9 +83,9 @@ def _view(
         raise FormatError(f"a tensor of shape {shape} has strides {steps} and offset {offset}")
     if not isinstance(dtype, DType):
         return UnsupportedTensor(f"has elements of type {_foreign_type(dtype)}, which safetensors cannot hold", shape)
-    if isinstance(metadata, dict) and any(metadata.values()):
-        flags = ", ".join([str(key) for key, value in metadata.items() if value][:4])
-        return UnsupportedTensor(f"is a lazy view ({flags}) whose bytes are not its values", shape)
+    flags = [str(key) for key, value in metadata.items() if value] if metadata else []
+    if flags:
+        return UnsupportedTensor(f"is a lazy view ({', '.join(flags)}) whose bytes are not its values", shape)
     if not isinstance(storage, Storage):
         raise TypeError("not a storage")
     if storage.dtype not in (dtype, None):
@@ -145,7 +151,7 @@ def _from_type(_: Global, args: tuple[Any, ...], budget: Budget) -> Any:
         raise TypeError("not a class and a call")
     reducer = INNER_REDUCERS.get(function.path)
     if reducer is None:
-        return Opaque(cls, (function, inner_args), state=merge_states(None, state, budget))
+        return UnsupportedTensor(f"is a {cls.path}, made by {function.path}, which we do not read")
     tensor = reducer(function, inner_args, budget)
     if isinstance(tensor, WrapperSubclass):
         tensor.cls = cls
@@ -189,12 +195,16 @@ def _size(_: Global, args: tuple[Any, ...], budget: Budget) -> tuple[Any, ...]:
 
 
 def _mapping(function: Global, args: tuple[Any, ...], budget: Budget) -> Any:
-    """An ordered or default dict, empty or of pairs (so in protocols 0 and 1), is a dict."""
-    pairs = args[-1] if args and isinstance(args[-1], (list, tuple)) else ()
-    budget.spend(len(pairs))
-    if any(not isinstance(key, str) or len(key) > DEFAULT_LIMITS.key_length for key, _ in pairs):
+    """An ordered or default dict is a dict: empty, or of the pairs that protocols 0 and 1 give it."""
+    content = args[-1] if args else ()
+    if isinstance(content, dict):
+        content = content.items()
+    elif not isinstance(content, (list, tuple)):
+        content = ()
+    budget.spend(len(content))
+    if any(type(key) is not str or len(key) > DEFAULT_LIMITS.key_length for key, _ in content):
         return Opaque(function, args)
-    return dict(pairs)
+    return dict(content)
 
 
 def _encode(function: Global, args: tuple[Any, ...], budget: Budget) -> Any:

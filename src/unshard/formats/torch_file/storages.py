@@ -113,7 +113,7 @@ class Storages:
 
 
 def _is_torch(cls: Global) -> bool:
-    return cls.module in ("torch", "torch.storage", "torch.cuda")
+    return cls.module == "torch" or cls.module.startswith("torch.")
 
 
 def _text(value: Any) -> str | None:
