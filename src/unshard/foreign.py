@@ -1,0 +1,46 @@
+"""Checkpoints of other kinds, told by their names, so that an error can say what lies there."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from pathlib import Path
+
+_MAX_ENTRIES = 4096
+_TORCH_FILES = "torch files of no layout that is known; one of them can be named by itself"
+
+_BY_CONTENT: tuple[tuple[str, str], ...] = (
+    (r"\.metadata|__\d+_\d+\.distcp|__\d+\.metadata", "a torch DCP directory (torch.distributed.checkpoint)"),
+    (r"shard-\d+-model-\d+-of-\d+\.safetensors", "safetensors shards by torch's HuggingFaceStorageWriter"),
+    (r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed ZeRO partitions"),
+    (r"mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt", "a DeepSpeed checkpoint"),
+    (r"mp_rank_\d+(_\d+)*(_\d+)*", "a Megatron-LM checkpoint of one directory per rank"),
+    (r"common\.pt", "a Megatron-Core distributed checkpoint"),
+    (r"ckpt_contents\.json", "a verl checkpoint of the second layout (dist_ckpt)"),
+    (r"adapter_config\.json", "a PEFT adapter's config without its weights"),
+    (r".*\.gguf", "GGUF files (llama.cpp)"),
+    (r"flax_model.*\.msgpack", "a Flax model"),
+    (r"tf_model.*\.h5", "a TensorFlow model"),
+    (r".*\.(pt|pth|ckpt|bin)", _TORCH_FILES),
+)
+_BY_NAME: tuple[tuple[str, str], ...] = (
+    (r".*\.distcp", "one file of a torch DCP directory"),
+    (r".*\.gguf", "a GGUF file (llama.cpp)"),
+    (r".*\.(json|txt|md|log|py|yaml|yml)", "a text file"),
+    (r".*\.(zip|tar|gz|tgz|zst|xz)", "an archive, which must be unpacked first"),
+)
+
+
+def name_foreign(path: Path) -> str | None:
+    """What a directory or file is that no format reads, in a few words, or None."""
+    if path.is_file():
+        return next((what for pattern, what in _BY_NAME if re.fullmatch(pattern, path.name)), None)
+    try:
+        names = [entry.name for entry in islice(path.iterdir(), _MAX_ENTRIES)]
+    except OSError:
+        return None
+    for pattern, what in _BY_CONTENT:
+        expression = re.compile(pattern)
+        if any(expression.fullmatch(name) for name in names):
+            return what if what == _TORCH_FILES else f"{what}: not readable yet"
+    return None
