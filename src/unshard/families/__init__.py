@@ -1,0 +1,48 @@
+"""Model families: the names and shapes of their parameters, as data. One module per family, registered below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unshard.checkpoint import Checkpoint, Shape
+from unshard.families import llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe
+from unshard.families.architecture import is_tied, read_architecture
+from unshard.families.naming import name_tensors
+from unshard.families.template import Family
+from unshard.model import Model
+from unshard.options import MergeOptions
+from unshard.tensors import Value
+
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe)
+}
+"""By `model_type` of config.json."""
+
+
+def name_model(
+    tensors: Mapping[str, Value],
+    config: Mapping[str, Any] | None,
+    options: MergeOptions,
+    reference: Checkpoint | None = None,
+) -> Model:
+    """The model that comes out: stored tensors under the names that `options.names` asks for.
+
+    config:    the parsed config.json that belongs to the checkpoint, if any.
+    reference: the catalog of the model whose names and files are followed, where `options.names` is a directory.
+
+    Nothing is raised for what is wrong with the checkpoint: all of it is in `Model.problems`.
+    """
+    return name_tensors(tensors, config, options, reference, FAMILIES)
+
+
+def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
+    """Parameter name → shape of the running model, in the order of torch's `named_parameters()`; tied ones once.
+
+    None where no family describes the configuration. Raises ModelError where the configuration lacks a size.
+    """
+    architecture = read_architecture(config, FAMILIES) if config is not None else None
+    if config is None or architecture is None:
+        return None
+    return architecture.base_shapes() | architecture.head_shapes(tied=is_tied(config))

@@ -1,0 +1,10 @@
+"""Mistral 7B and its dense successors."""
+
+from unshard.families.blocks import NORMS, attention, decoder, gated_mlp
+from unshard.families.template import Block, Family
+
+FAMILY = Family(
+    model_type="mistral",
+    prefix="Mistral",
+    parameters=decoder(*attention(), Block("mlp", gated_mlp()), *NORMS),
+)

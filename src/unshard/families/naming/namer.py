@@ -1,0 +1,127 @@
+"""The steps from the names of a running, wrapped model to those of the file that `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unshard.checkpoint import Checkpoint, Shape
+from unshard.errors import ModelError, UsageError
+from unshard.families.architecture import Architecture, class_name, read_architecture
+from unshard.families.naming.buffers import drop_recomputed
+from unshard.families.naming.checks import check_vocabulary, compare
+from unshard.families.naming.draft import Draft
+from unshard.families.naming.heads import has_value_head, settle_head
+from unshard.families.naming.reference import follow
+from unshard.families.naming.ties import settle_ties
+from unshard.families.naming.wrappers import unwrap
+from unshard.families.rules import Rewritten, split
+from unshard.families.sizes import Sizes
+from unshard.families.template import HEADS, Family, Parameter
+from unshard.families.transformers5 import rules_for
+from unshard.options import MergeOptions
+
+_WAYS_OUT = {
+    "unknown": "--names stored writes all tensors under their stored names; --weights-only does without a config too",
+    "missing": "is this the whole checkpoint, and does this config.json belong to it? see --config DIR",
+    "misshapen": "does this config.json belong to these weights? give the right one with --config DIR",
+}
+
+
+class Namer:
+    """One run over a draft.
+
+    `family` describes the model type, if any does; `base` are the shapes of its base model in the file, None where the
+    config does not tell them (which is a problem then) or nothing describes the type.
+    """
+
+    def __init__(
+        self, draft: Draft, config: Mapping[str, Any], options: MergeOptions, families: Mapping[str, Family]
+    ) -> None:
+        self.draft = draft
+        self.config = config
+        self.options = options
+        self.given = {
+            "num_attention_heads": options.attention_heads,
+            "num_key_value_heads": options.key_value_heads,
+        }
+        self.families = families
+        self.family = families.get(str(config.get("model_type")))
+        self.rules = self.family.rules if self.family else rules_for(config)
+        self.base: dict[str, Shape] | None = None
+        self.known: frozenset[str] | None = None
+        self._read_base()
+
+    def run(self, reference: Checkpoint | None) -> None:
+        """All steps, in their order."""
+        draft = self.draft
+        self._check_head_counts()
+        unwrap(draft, self.known)
+        ending = settle_head(draft, self.config, required=self.options.value_model)
+        changes = {key: value for key, value in draft.config_changes.items() if value is not None}
+        architecture = read_architecture({**self.config, **changes}, self.families, ending, self.given)
+        rewritten = self._rename(architecture)
+        drop_recomputed(draft, frozenset(reference.tensors) if reference else frozenset())
+        tied = False
+        if architecture is None or architecture.is_language_model:
+            tied = settle_ties(draft, self.config, self.options.tie_embeddings, self.base or ())
+        if reference is not None:
+            follow(draft, reference, self.rules, self.config)
+        elif architecture is None:
+            self._say_unchecked()
+        else:
+            self._check(architecture, rewritten, tied)
+
+    def _read_base(self) -> None:
+        if self.family is None:
+            return
+        architecture = read_architecture(self.config, self.families, self.family.heads[0], self.given)
+        assert architecture is not None
+        try:
+            self.base = architecture.hub_shapes()
+            running = architecture.base_shapes()
+        except ModelError as problem:
+            self.draft.problems.append(problem)
+            return
+        heads = [part.name for head in HEADS.values() for part in head if isinstance(part, Parameter)]
+        self.known = frozenset((*self.base, *running, *heads))
+
+    def _check_head_counts(self) -> None:
+        sizes = Sizes(self.config)
+        for key, said in self.given.items():
+            stored = sizes.stored(key)
+            if said is not None and stored is not None and stored != said:
+                flag = "--" + key.replace("_", "-")
+                message = f"{flag} {said} contradicts config.json, which says {key} {stored}"
+                self.draft.problems.append(UsageError(message, hint=f"leave {flag} out"))
+
+    def _rename(self, architecture: Architecture | None) -> Rewritten:
+        sizes = architecture.sizes if architecture else Sizes(self.config, given=self.given)
+        rewritten = split(self.draft.tensors, self.rules, sizes)
+        changed = tuple([name for name, origins in rewritten.origins.items() if origins != (name,)])
+        if changed:
+            self.draft.note("names of the running model became those of the file that save_pretrained writes", changed)
+        self.draft.problems += rewritten.problems
+        self.draft.replace(rewritten.tensors, rewritten.origins)
+        return rewritten
+
+    def _say_unchecked(self) -> None:
+        model = class_name(self.config) or self.config.get("model_type") or "this model"
+        text = f"no family describes {model}: names and shapes were not checked against an architecture"
+        self.draft.note(text, level="warning")
+
+    def _check(self, architecture: Architecture, rewritten: Rewritten, tied: bool) -> None:
+        draft = self.draft
+        if self.base is None:
+            return
+        expected = self.base | architecture.head_shapes(tied=tied, value_head=has_value_head(draft))
+        draft.family = architecture.name
+        vocabulary = check_vocabulary(draft.tensors, expected, architecture.sizes.known("vocab_size"))
+        if vocabulary is not None:
+            draft.problems.append(vocabulary)
+        ways_out = dict(_WAYS_OUT)
+        if "lm_head.weight" in expected and "lm_head.weight" not in draft.tensors:
+            ways_out["missing"] = "if lm_head is the embedding, say so with --tie-word-embedding"
+        draft.problems += compare(
+            draft.tensors, expected, architecture.name, explained=rewritten.explained, ways_out=ways_out
+        )

@@ -1,0 +1,100 @@
+"""Tied word embeddings: one matrix under two names, of which the file holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unshard.errors import ModelError, UsageError
+from unshard.families.architecture import is_tied
+from unshard.families.naming.draft import Draft
+from unshard.target import Claim
+from unshard.tensors import Tensor
+
+_PAIRS: Mapping[str, tuple[str, ...]] = {
+    "lm_head.weight": (
+        "model.embed_tokens.weight",
+        "model.language_model.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "transformer.wte.weight",
+        "transformer.word_embeddings.weight",
+        "backbone.embeddings.weight",
+        "embed_tokens.weight",
+    ),
+    "language_model.lm_head.weight": ("language_model.model.embed_tokens.weight",),
+}
+"""Head → the names that the embedding it is tied to can have in the file."""
+
+_HINT = (
+    "--tie-word-embedding keeps the embedding and leaves lm_head out; --untie-word-embedding keeps both and sets "
+    "tie_word_embeddings to false in config.json"
+)
+
+
+def settle_ties(draft: Draft, config: Mapping[str, Any], wanted: bool | None, known: Collection[str]) -> bool:
+    """Leave out a head that is tied to the embedding, claim that both are equal, and answer whether they are tied.
+
+    wanted: what the user asked for (`MergeOptions.tie_embeddings`).
+    known:  names that the architecture has, if any are known.
+    """
+    tied = is_tied(config)
+    head = next((name for name in _PAIRS if name in draft.tensors), None)
+    if head is None:
+        return _without_head(draft, config, tied, wanted)
+    embedding = next((name for name in _PAIRS[head] if name in draft.tensors), None)
+    if embedding is None:
+        return _without_embedding(draft, head, tied or wanted is True, known)
+    if wanted is False or not (tied or wanted):
+        if tied:
+            _say_in_config(draft, config, False, f"{head} and {embedding} are both kept")
+        return False
+    if tied and wanted:
+        draft.note(f"{head} was left out as asked, whether or not it equals {embedding}", (head,))
+    else:
+        _claim(draft, head, embedding)
+    if not tied:
+        _say_in_config(draft, config, True, f"{head} is tied to {embedding} as asked")
+    draft.drop(head, f"tied to {embedding}")
+    return True
+
+
+def _claim(draft: Draft, head: str, embedding: str) -> None:
+    left, right = draft.tensors[head], draft.tensors[embedding]
+    message = f"config.json ties {head} to {embedding}, but their values differ"
+    if left.shape != right.shape:
+        message = f"{message}: shapes {list(left.shape)} and {list(right.shape)}"
+        draft.problems.append(ModelError(message, hint=_HINT))
+    elif isinstance(left, Tensor) and isinstance(right, Tensor):
+        draft.claims.append(Claim(left, right, message, _HINT))
+    elif left != right:
+        message = f"{head} and {embedding} are tied, but an adapter changes one of them"
+        draft.problems.append(ModelError(message, hint=_HINT))
+
+
+def _without_head(draft: Draft, config: Mapping[str, Any], tied: bool, wanted: bool | None) -> bool:
+    if tied and wanted is False:
+        message = "there is no lm_head to keep apart from the embedding: the checkpoint stores one matrix"
+        draft.problems.append(UsageError(message, hint="leave --untie-word-embedding out"))
+    if wanted and not tied:
+        _say_in_config(draft, config, True, "there is no lm_head, and the embedding serves as asked")
+    return tied or wanted is True
+
+
+def _without_embedding(draft: Draft, head: str, tied: bool, known: Collection[str]) -> bool:
+    """A tied model whose only copy lies under the head's name: it becomes the embedding."""
+    names = [name for name in _PAIRS[head] if name in known] or _PAIRS[head][:1]
+    if tied and (known or len(_PAIRS[head]) == 1):
+        renamed = {name: (names[0] if name == head else name) for name in draft.tensors}
+        tensors = {renamed[name]: value.rename(renamed[name]) for name, value in draft.tensors.items()}
+        draft.replace(tensors, {renamed[name]: (name,) for name in renamed})
+        draft.note(f"{head} is the only copy of the tied embedding and became {names[0]}", (names[0],))
+    return tied
+
+
+def _say_in_config(draft: Draft, config: Mapping[str, Any], tied: bool, why: str) -> None:
+    """Set `tie_word_embeddings` wherever config.json has it, and at the top."""
+    draft.config_changes["tie_word_embeddings"] = tied
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and "tie_word_embeddings" in text:
+        draft.config_changes["text_config"] = {**text, "tie_word_embeddings": tied}
+    draft.note(f"config.json: tie_word_embeddings becomes {str(tied).lower()}: {why}")

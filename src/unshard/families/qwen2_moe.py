@@ -1,0 +1,35 @@
+"""Qwen 1.5 and 2 with experts: a shared expert behind a gate of its own, dense layers here and there."""
+
+from collections.abc import Mapping
+
+from unshard.families.blocks import NORMS, attention, decoder, gated_mlp, packed_experts
+from unshard.families.sizes import Default
+from unshard.families.template import Block, Family, Flag, PackedExperts, SparseLayer, linear
+from unshard.families.transformers5 import QWEN_MOE
+
+ROUTER = linear("gate", "num_experts", "hidden_size")
+PACKED = Block("", packed_experts("num_experts", "moe_intermediate_size"), when=PackedExperts())
+SINGLE = Block(
+    "", (Block("experts.{expert}", gated_mlp("moe_intermediate_size"), count="num_experts"),), when=PackedExperts(False)
+)
+DENSE = Block("mlp", gated_mlp(), when=SparseLayer(False))
+
+DEFAULTS: Mapping[str, Default] = {"num_experts": "num_local_experts", "decoder_sparse_step": 1}
+
+_SHARED = (
+    Block("shared_expert", gated_mlp("shared_expert_intermediate_size")),
+    *linear("shared_expert_gate", "1", "hidden_size"),
+)
+
+FAMILY = Family(
+    model_type="qwen2_moe",
+    prefix="Qwen2Moe",
+    parameters=decoder(
+        *attention(bias=Flag("qkv_bias")),
+        DENSE,
+        Block("mlp", (*ROUTER, PACKED, SINGLE, *_SHARED), when=SparseLayer()),
+        *NORMS,
+    ),
+    rules=QWEN_MOE,
+    defaults={**DEFAULTS, "qkv_bias": True},
+)

@@ -1,0 +1,330 @@
+"""The rule language: how tensors of one framework become those of another, as inert expressions that can be inverted.
+
+A rule says that one tensor on one side (`whole`) is the same as one or several tensors on the other (`parts`). Reading
+it forwards takes the whole apart, reading it backwards puts it together again; no rule runs code, reads a file or
+copies a byte. Patterns are names with wildcards: `{rest}` and `{stem}` stand for any text, every other wildcard
+(`{layer}`, `{expert}`) for a number. A wildcard that occurs only among the parts is bound by a step that fans out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol, TypeAlias
+
+from unshard.errors import ModelError, UnshardError
+from unshard.families.sizes import Sizes
+from unshard.tensors import Tensor, Value, concat, stack
+
+Key: TypeAlias = tuple[int, ...]
+"""Where a piece is: one number per step that fanned out, outermost first."""
+Pieces: TypeAlias = dict[Key, Tensor]
+
+MOST_STACKED = 1 << 16
+"""More experts than any layer has: a tensor that claims more is refused before it is taken apart."""
+
+_TEXT_WILDCARDS = frozenset({"rest", "stem"})
+_WILDCARD = re.compile(r"\{([a-z_]+)\}")
+
+
+class Step(Protocol):
+    """One operation on all pieces of a tensor. `fan` is the wildcard it binds, "part" for the part, or None."""
+
+    @property
+    def fan(self) -> str | None: ...
+
+    def forward(self, pieces: Pieces, parts: int) -> Pieces:
+        """Take each piece apart; a step that fans out appends a number to each key."""
+        ...
+
+    def backward(self, pieces: Pieces, parts: int) -> Pieces:
+        """The inverse."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """Tensors stacked along the first axis, one for each value of a wildcard: packed experts."""
+
+    fan: str
+
+    def forward(self, pieces: Pieces, _parts: int) -> Pieces:
+        return {(*key, i): one for key, piece in pieces.items() for i, one in enumerate(piece.unstack(0))}
+
+    def backward(self, pieces: Pieces, _parts: int) -> Pieces:
+        return {key: stack(ones) for key, ones in _gather(pieces).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """As many equal consecutive pieces along an axis as the rule has parts: gate and up."""
+
+    axis: int = 0
+
+    @property
+    def fan(self) -> str:
+        return "part"
+
+    def forward(self, pieces: Pieces, parts: int) -> Pieces:
+        return {
+            (*key, i): one
+            for key, piece in pieces.items()
+            for i, one in enumerate(piece.split(self.axis, [piece.shape[self.axis] // parts] * parts))
+        }
+
+    def backward(self, pieces: Pieces, _parts: int) -> Pieces:
+        return {key: concat(ones, self.axis) for key, ones in _gather(pieces).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """The last two axes swapped; its own inverse."""
+
+    @property
+    def fan(self) -> None:
+        return None
+
+    def forward(self, pieces: Pieces, _parts: int) -> Pieces:
+        return {key: piece.transpose() for key, piece in pieces.items()}
+
+    def backward(self, pieces: Pieces, parts: int) -> Pieces:
+        return self.forward(pieces, parts)
+
+
+def _gather(pieces: Pieces) -> dict[Key, list[Tensor]]:
+    """The pieces that agree but for the last number of their keys, in its order."""
+    groups: dict[Key, list[Tensor]] = {}
+    for key in sorted(pieces):
+        groups.setdefault(key[:-1], []).append(pieces[key])
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`whole` on one side is `parts` on the other.
+
+    steps:       what happens to the tensor on the way from the whole to the parts; none: it is only renamed.
+    shape:       of the whole, as expressions over config keys (see `Sizes`); checked as far as the config tells.
+    parts_shape: for a rule that keeps the name (it only transposes, say): the shape that the tensor has on the other
+                 side, by which a tensor that is already there is recognised.
+    """
+
+    whole: str
+    parts: tuple[str, ...]
+    steps: tuple[Step, ...] = ()
+    shape: tuple[str, ...] = ()
+    parts_shape: tuple[str, ...] = ()
+
+    def misfit(self, tensor: Value, sizes: Sizes) -> str | None:
+        """What is wrong with a tensor that should be this rule's whole, or None."""
+        if any(isinstance(step, Unstack) for step in self.steps) and not 0 < (*tensor.shape, 0)[0] <= MOST_STACKED:
+            return f"{tensor.name} has shape {list(tensor.shape)}, which is no stack of experts"
+        if not self.shape or _fits(tensor.shape, self.shape, sizes):
+            return None
+        expected = ", ".join([str(_known(part, sizes) or part) for part in self.shape])
+        return f"{tensor.name} has shape {list(tensor.shape)}, not [{expected}]"
+
+    def split(self, tensor: Tensor) -> dict[Key, Tensor]:
+        """The parts of a whole."""
+        pieces: Pieces = {(): tensor}
+        for step in self.steps:
+            pieces = step.forward(pieces, len(self.parts))
+        return pieces
+
+    def join(self, pieces: Mapping[Key, Tensor]) -> Tensor:
+        """The whole of all its parts."""
+        whole = dict(pieces)
+        for step in reversed(self.steps):
+            whole = step.backward(whole, len(self.parts))
+        return whole[()]
+
+    def part_name(self, key: Key, bindings: Mapping[str, str]) -> str:
+        """The name of the part at `key`, where the whole's wildcards have these values."""
+        values, part = dict(bindings), 0
+        for fan, number in zip(self.fans, key, strict=True):
+            if fan == "part":
+                part = number
+            else:
+                values[fan] = str(number)
+        return self.parts[part].format(**values)
+
+    @property
+    def fans(self) -> tuple[str, ...]:
+        return tuple([step.fan for step in self.steps if step.fan is not None])
+
+
+def rename(old: str, new: str) -> Rule:
+    """A rule that changes the name and nothing else."""
+    return Rule(old, (new,))
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """What a table of rules made of a set of tensors.
+
+    tensors:   new name → value, in the order of their origins.
+    origins:   new name → the names it was made from.
+    problems:  wholes that do not fit their rule, names that two tensors would take.
+    explained: names that are absent only because of those problems.
+    """
+
+    tensors: dict[str, Value] = field(default_factory=dict)
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    problems: list[UnshardError] = field(default_factory=list)
+    explained: set[str] = field(default_factory=set)
+
+    def add(self, name: str, value: Value, origins: tuple[str, ...]) -> None:
+        if name in self.tensors:
+            old, new = ", ".join(self.origins[name]), ", ".join(origins)
+            self.problems.append(ModelError(f"{old} and {new} would both become {name}"))
+            return
+        self.tensors[name] = value.rename(name)
+        self.origins[name] = origins
+
+
+def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> Rewritten:
+    """All tensors on the side of the parts. Names that no rule knows pass through."""
+    result = Rewritten()
+    misfits: list[str] = []
+    for name, value in tensors.items():
+        found = _match(name, rules)
+        if found is None or _is_done(found[0], value, sizes):
+            result.add(name, value, (name,))
+            continue
+        rule, bindings = found
+        if misfit := rule.misfit(value, sizes):
+            misfits.append(misfit)
+            result.explained.update(_names_of_parts(rule, value, bindings, sizes))
+        elif not rule.steps:
+            result.add(rule.part_name((), bindings), value, (name,))
+        elif isinstance(value, Tensor):
+            for key, piece in rule.split(value).items():
+                result.add(rule.part_name(key, bindings), piece, (name,))
+        else:
+            misfits.append(f"{name} is computed ({value.function}) and cannot be taken apart")
+    if misfits:
+        message = f"{len(misfits)} tensors do not fit the model's configuration:\n  " + "\n  ".join(misfits)
+        result.problems.append(ModelError(message, hint="does this config.json belong to these weights? see --config"))
+    return result
+
+
+def join(tensors: Mapping[str, Value], rules: Sequence[Rule], wanted: frozenset[str] | None = None) -> Rewritten:
+    """All tensors on the side of the wholes, as far as all parts of a whole are there; the others pass through.
+
+    With `wanted`, only wholes of these names are made.
+    """
+    groups: dict[str, tuple[Rule, dict[Key, str]]] = {}
+    whole_of: dict[str, str] = {}
+    for name, value in tensors.items():
+        for rule, whole, key in _places(name, rules):
+            if (wanted is None or whole in wanted) and (isinstance(value, Tensor) or not rule.steps):
+                groups.setdefault(whole, (rule, {}))[1][key] = name
+                whole_of[name] = whole
+                break
+    result = Rewritten()
+    done: set[str] = set()
+    for name, value in tensors.items():
+        group = groups.get(whole_of.get(name, ""))
+        if group is None or not _is_complete(*group):
+            result.add(name, value, (name,))
+        elif whole_of[name] not in done:
+            done.add(whole_of[name])
+            rule, names = group
+            try:
+                result.add(whole_of[name], _join(rule, names, tensors), tuple(names.values()))
+            except ValueError as error:
+                result.problems.append(ModelError(f"the parts of {whole_of[name]} do not fit together: {error}"))
+    return result
+
+
+def _join(rule: Rule, names: Mapping[Key, str], tensors: Mapping[str, Value]) -> Value:
+    if not rule.steps:
+        return tensors[names[()]]
+    return rule.join({key: piece for key, name in names.items() if isinstance(piece := tensors[name], Tensor)})
+
+
+def _match(name: str, rules: Sequence[Rule]) -> tuple[Rule, dict[str, str]] | None:
+    """The rule whose `whole` a name is; the one with the most literal text, where there are several."""
+    found = [(rule, match.groupdict()) for rule in rules if (match := _pattern(rule.whole).fullmatch(name))]
+    return max(found, key=lambda pair: _literal_length(pair[0].whole)) if found else None
+
+
+def _places(name: str, rules: Sequence[Rule]) -> Iterator[tuple[Rule, str, Key]]:
+    """(rule, name of the whole, key) of all the wholes that a name can be a part of; most literal text first."""
+    found = []
+    for rule in rules:
+        for number, part in enumerate(rule.parts):
+            if match := _pattern(part).fullmatch(name):
+                bindings = match.groupdict()
+                key = tuple([number if fan == "part" else int(bindings[fan]) for fan in rule.fans])
+                found.append((-_literal_length(part), rule, rule.whole.format(**bindings), key))
+    for _, rule, whole, key in sorted(found, key=lambda place: place[0]):
+        yield rule, whole, key
+
+
+def _is_complete(rule: Rule, names: Mapping[Key, str]) -> bool:
+    """Whether the keys are a full grid, with as many parts as the rule has."""
+    sizes = [len(rule.parts) if fan == "part" else 1 + max(key[i] for key in names) for i, fan in enumerate(rule.fans)]
+    total = 1
+    for size in sizes:
+        total *= size
+    return len(names) == total
+
+
+def _is_done(rule: Rule, value: Value, sizes: Sizes) -> bool:
+    """Whether a rule that keeps the name has nothing left to do.
+
+    A tensor that could be on either side (it is square) is on the whole's side if the config is of transformers 5.
+    """
+    if not (rule.parts_shape and _fits(value.shape, rule.parts_shape, sizes)):
+        return False
+    return not _fits(value.shape, rule.shape, sizes) or (sizes.transformers_version or (5, 0)) < (5, 0)
+
+
+def _names_of_parts(rule: Rule, value: Value, bindings: Mapping[str, str], sizes: Sizes) -> Iterator[str]:
+    """The names that a misshapen whole would have given, by the config (by its own shape, where that is silent)."""
+    fans = rule.fans
+    count = (_known(rule.shape[0], sizes) or value.shape[0]) if value.shape and rule.shape else 0
+    keys: list[Key] = [()]
+    for fan in fans:
+        keys = [
+            (*key, i) for key in keys for i in range(len(rule.parts) if fan == "part" else min(count, MOST_STACKED))
+        ]
+    for key in keys:
+        yield rule.part_name(key, bindings)
+
+
+def _fits(shape: Sequence[int], expected: Sequence[str], sizes: Sizes) -> bool:
+    """Whether a shape agrees with all that the config says of it; what it does not say need only be divisible."""
+    if len(shape) != len(expected):
+        return False
+    for size, expression in zip(shape, expected, strict=True):
+        known = _known(expression, sizes)
+        head = expression.split("*")[0]
+        if known is not None and size != known:
+            return False
+        if known is None and head.isdecimal() and size % int(head):
+            return False
+    return True
+
+
+def _known(expression: str, sizes: Sizes) -> int | None:
+    return None if expression == "?" else sizes.known(expression)
+
+
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    text = ""
+    for number, piece in enumerate(_WILDCARD.split(pattern)):
+        if number % 2 == 0:
+            text += re.escape(piece)
+        else:
+            text += f"(?P<{piece}>.+)" if piece in _TEXT_WILDCARDS else f"(?P<{piece}>[0-9]{{1,9}})"
+    return re.compile(text)
+
+
+@cache
+def _literal_length(pattern: str) -> int:
+    return len(_WILDCARD.sub("", pattern))

@@ -1,0 +1,188 @@
+"""The language in which a model family is written down: parameters, blocks and the conditions under which they exist.
+
+Everything here is inert data that is expanded against a config; nothing of it runs code from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+from unshard.checkpoint import Shape
+from unshard.errors import ModelError
+from unshard.families.rules import Rule
+from unshard.families.sizes import Default, Sizes
+
+MOST_PARAMETERS = 1_000_000
+"""More parameters than any model has: a config that asks for more is refused."""
+
+Indices: TypeAlias = Mapping[str, int]
+"""The value of each wildcard on the way to a parameter: {"layer": 3}."""
+
+
+class Condition(Protocol):
+    """When a parameter exists."""
+
+    def holds(self, sizes: Sizes, indices: Indices) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Where config.json says yes to `key` (or no, for `value=False`)."""
+
+    key: str
+    value: bool = True
+
+    def holds(self, sizes: Sizes, _indices: Indices) -> bool:
+        return sizes.flag(self.key) == self.value
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLayer:
+    """In layers with experts (or in those without, for `value=False`), as the Qwen families choose them.
+
+    A layer has experts if there are any, if it is not among `mlp_only_layers`, and if its number, counted from one, is
+    a multiple of `decoder_sparse_step` (transformers, `Qwen2MoeDecoderLayer` and `Qwen3MoeDecoderLayer`).
+    """
+
+    value: bool = True
+
+    def holds(self, sizes: Sizes, indices: Indices) -> bool:
+        layer = indices["layer"]
+        step = max(1, sizes.size("decoder_sparse_step"))
+        dense = sizes.stored("mlp_only_layers")
+        sparse = (
+            not (isinstance(dense, list) and layer in dense)
+            and sizes.size("num_experts") > 0
+            and (layer + 1) % step == 0
+        )
+        return sparse == self.value
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """Where the experts of a layer are one tensor at run time: under transformers 5 and later.
+
+    A config that does not say which version wrote it counts as written by a new one.
+    """
+
+    value: bool = True
+
+    def holds(self, sizes: Sizes, _indices: Indices) -> bool:
+        version = sizes.transformers_version
+        return (version is None or version >= (5, 0)) == self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter: its name within its block, and its shape as expressions over config keys (see `Sizes`)."""
+
+    name: str
+    shape: tuple[str, ...]
+    when: Condition | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Parameters below a common prefix (none: a group); `count` is how often the prefix's wildcard repeats it."""
+
+    prefix: str
+    contents: Contents
+    count: str | None = None
+    when: Condition | None = None
+
+
+Contents: TypeAlias = "tuple[Parameter | Block, ...]"
+
+
+def parameter(name: str, *shape: str, when: Condition | None = None) -> Parameter:
+    """`Parameter` with the shape written inline."""
+    return Parameter(name, shape, when)
+
+
+def linear(name: str, rows: str, columns: str, bias: Condition | bool = False) -> Contents:
+    """The weight of a linear layer and its bias: never (False), always (True), or under a condition."""
+    weight = Parameter(f"{name}.weight", (rows, columns))
+    if bias is False:
+        return (weight,)
+    return weight, Parameter(f"{name}.bias", (rows,), None if bias is True else bias)
+
+
+def layer_norm(name: str, width: str) -> Contents:
+    """Weight and bias of a layer norm; a norm without bias is one `parameter`."""
+    return Parameter(f"{name}.weight", (width,)), Parameter(f"{name}.bias", (width,))
+
+
+HEADS: Mapping[str, Contents] = {
+    "ForCausalLM": (parameter("lm_head.weight", "vocab_size", "hidden_size"),),
+    "ForConditionalGeneration": (parameter("lm_head.weight", "vocab_size", "hidden_size"),),
+    "ForTokenClassification": linear("score", "num_labels", "hidden_size", bias=Flag("token_classification_bias")),
+    "ForSequenceClassification": linear("score", "num_labels", "hidden_size"),
+}
+"""What stands behind the base model, by the ending of the architecture's name (transformers, `modeling_layers.py`)."""
+
+VALUE_HEAD = linear("v_head.summary", "1", "hidden_size", bias=True)
+"""The value head that TRL puts beside a language model (trl, `modeling_value_head.py`)."""
+
+COMMON_DEFAULTS: Mapping[str, Default] = {
+    "num_key_value_heads": "num_attention_heads",
+    "head_dim": "hidden_size//num_attention_heads",
+    "num_labels": 2,
+    "token_classification_bias": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: the parameters of its base model, and how the file on the hub differs from the running model.
+
+    model_type: as config.json spells it.
+    prefix:     of the names of its classes: "Qwen2" as in Qwen2ForCausalLM.
+    parameters: of the running model, without the head, in the order of torch's `named_parameters()`.
+    heads:      endings of the class names that the family has.
+    rules:      from the names of the running model to those of the file that `save_pretrained` writes.
+    defaults:   what transformers takes for keys that config.json lacks, besides `COMMON_DEFAULTS`.
+    """
+
+    model_type: str
+    prefix: str
+    parameters: Contents
+    heads: tuple[str, ...] = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification")
+    rules: tuple[Rule, ...] = ()
+    defaults: Mapping[str, Default] = field(default_factory=dict)
+
+    def rename(self, model_type: str, prefix: str) -> Family:
+        """The same family under another name, for those that differ in nothing else."""
+        return replace(self, model_type=model_type, prefix=prefix)
+
+    def all_defaults(self) -> Mapping[str, Default]:
+        return {**COMMON_DEFAULTS, **self.defaults}
+
+
+def expand(template: Contents, sizes: Sizes) -> dict[str, Shape]:
+    """Parameter name → shape, in the template's order.
+
+    Raises ModelError where config.json lacks a size, or asks for more parameters than any model has.
+    """
+    shapes: dict[str, Shape] = {}
+    for name, item in _walk(template, sizes, "", {}):
+        if len(shapes) >= MOST_PARAMETERS:
+            raise ModelError(f"config.json asks for more than {MOST_PARAMETERS} parameters")
+        shapes[name] = tuple([sizes.size(expression) for expression in item.shape])
+    return shapes
+
+
+def _walk(template: Contents, sizes: Sizes, prefix: str, indices: Indices) -> Iterator[tuple[str, Parameter]]:
+    for item in template:
+        if item.when is not None and not item.when.holds(sizes, indices):
+            continue
+        if isinstance(item, Parameter):
+            yield prefix + item.name, item
+        elif item.count is None:
+            yield from _walk(item.contents, sizes, f"{prefix}{item.prefix}." if item.prefix else prefix, indices)
+        else:
+            wildcard = item.prefix[item.prefix.rindex("{") + 1 : item.prefix.rindex("}")]
+            for index in range(sizes.size(item.count)):
+                place = {**indices, wildcard: index}
+                yield from _walk(item.contents, sizes, f"{prefix}{item.prefix.format(**place)}.", place)
