@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -21,6 +21,7 @@ from unshard.report.report import Report, Rounded, peak_memory
 from unshard.run.results import Rounding
 from unshard.target import Target
 from unshard.tensors import Computed, Tensor, Value
+from unshard.wrappers import strip_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def prepare(source: Path, options: MergeOptions) -> Preparation:
     """Open a checkpoint and plan its merge. Raises all that is wrong, at once."""
     checkpoint = open_checkpoint(source, options)
     raise_all(checkpoint.problems)
-    split = adapters.split(checkpoint, families.strip_wrappers(checkpoint.tensors), options)
+    split = split_adapters(checkpoint, options)
     problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
     written = split.adapters
@@ -56,6 +57,12 @@ def prepare(source: Path, options: MergeOptions) -> Preparation:
     target = lay_out(model, checkpoint, options, written)
     plan = compile_plan(target, check_replicas=options.check_replicas)
     return Preparation(checkpoint, model, written, target, plan, (*notes, *target.notes))
+
+
+def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:
+    """The base model and the adapters; without adapters, the base model is the checkpoint as it is stored."""
+    split = adapters.split(checkpoint, strip_all(checkpoint.tensors), options)
+    return split if split.adapters or split.problems else replace(split, base=checkpoint.tensors)
 
 
 def merge(source: Path, output: Path, options: MergeOptions | None = None, sink: Sink = ignore) -> Report:

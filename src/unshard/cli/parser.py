@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Resolve an abbreviation; where it could mean several options, those that verl's merger had go first."""
-        found: list[Any] = super()._get_option_tuples(option_string)  # type: ignore[misc]
+        found: list[Any] = super()._get_option_tuples(option_string)
         verl = [match for match in found if set(match[0].option_strings) & compat.VERL_OPTIONS]
         return verl if len(verl) == 1 else found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unshard.checkpoint import Checkpoint
-from unshard.report.render import facts_table, plain_console, print_notes
+from unshard.report.render import plain_console, print_facts, print_notes
 from unshard.report.report import note_to_json
 from unshard.report.words import bytes_in_words, count_in_words, names_in_words
 
@@ -42,7 +42,7 @@ def print_catalog(checkpoint: Checkpoint, *, tensors: bool) -> None:
 
     console = plain_console()
     console.print(Text(checkpoint.title, style="bold"))
-    console.print(facts_table(list(_facts(checkpoint))))
+    print_facts(console, _facts(checkpoint))
     if checkpoint.notes:
         console.print(Text("\nNotes", style="bold"))
         print_notes(console, checkpoint.notes, verbose=tensors)

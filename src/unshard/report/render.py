@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from unshard.checkpoint import Note
@@ -11,7 +11,7 @@ from unshard.report.report import Report
 from unshard.report.words import bytes_in_words, count_in_words, names_in_words, seconds_in_words
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
 
 def plain_console() -> Console:
@@ -21,16 +21,14 @@ def plain_console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-def facts_table(facts: list[tuple[str, str]]) -> RenderableType:
+def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
     """Two columns: what, and the figure."""
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts:
-        table.add_row(name, value)
-    return table
+    rows = list(facts)
+    width = max([len(name) for name, _ in rows], default=0)
+    for name, value in rows:
+        console.print(Text(name.ljust(width), style="bold").append(f"  {value}", style="default not bold"))
 
 
 def print_notes(console: Console, notes: tuple[Note, ...], *, verbose: bool) -> None:
@@ -51,7 +49,7 @@ def print_report(report: Report, *, verbose: bool) -> None:
 
     console = plain_console()
     console.print(Text(f"Merged into {report.output}", style="bold green"))
-    console.print(facts_table(list(_facts(report))))
+    print_facts(console, _facts(report))
     notes = (*report.notes, *_derived_notes(report))
     if notes:
         console.print(Text("\nNotes", style="bold"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from unshard.report.render import facts_table, plain_console, print_notes
+from unshard.report.render import plain_console, print_facts, print_notes
 from unshard.report.report import note_to_json
 from unshard.report.words import bytes_in_words, count_in_words, names_in_words
 from unshard.verify.against import Verdict
@@ -54,7 +54,7 @@ def print_verdict(verdict: Verdict, *, verbose: bool) -> None:
     from rich.text import Text
 
     console = plain_console()
-    console.print(facts_table(list(_facts(verdict))))
+    print_facts(console, _facts(verdict))
     print_notes(console, verdict.notes, verbose=verbose)
     comparison = verdict.comparison
     if comparison is None:

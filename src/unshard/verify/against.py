@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard import adapters, families
+from unshard import families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import raise_all
 from unshard.formats.huggingface.target import cast_values
+from unshard.merging import split_adapters
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
 from unshard.report.events import Sink
@@ -63,7 +64,7 @@ def _open_side(path: Path, options: MergeOptions) -> tuple[Side, str | None, lis
     raise_all(checkpoint.problems)
     if checkpoint.format == "huggingface":
         return _open_model(checkpoint, options)
-    split = adapters.split(checkpoint, families.strip_wrappers(checkpoint.tensors), options)
+    split = split_adapters(checkpoint, options)
     model = families.name_model(split.base, checkpoint.config, options, None)
     raise_all([*split.problems, *model.problems])
     values = cast_values(model.tensors, options.dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
 from unshard.settings import Settings
@@ -180,7 +180,7 @@ class _Figures:
         return "; ".join(reasons)
 
 
-def _widen(array: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+def _widen(array: Array) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
     import numpy as np
 
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)

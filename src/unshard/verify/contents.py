@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Literal
 
 from unshard.errors import UnshardError, VerificationError
 from unshard.plan.coverage import primary_chunks
+from unshard.plan.partition import narrow
 from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
-from unshard.run.functions import compute_whole
+from unshard.run.functions import apply, split_rows
 from unshard.settings import Settings
 from unshard.tensors import Box, Chunk, Computed, Tensor, Value
-from unshard.verify.reading import PlainReader
+from unshard.verify.reading import PlainReader, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -200,13 +201,20 @@ class _Comparer:
         return compared, list(problems.values())
 
     def compare_computed(self, computed: Computed, found: Tensor) -> tuple[int, list[UnshardError]]:
-        inputs = [self.sources.read_tensor(tensor) for tensor in computed.inputs]
-        expected = compute_whole(computed, inputs)
-        written = self._read_output(found, computed.shape, Box.whole(computed.shape))
-        if same_bytes(expected, written):
-            return computed.size_in_bytes, []
-        message = f"`{computed.name}`: the output differs from what `{computed.function}` computes from the source"
-        return computed.size_in_bytes, [VerificationError(message)]
+        for start, stop in split_rows(computed.function, computed.shape, computed.banded):
+            inputs = [
+                self.sources.read_tensor(tensor if axis is None else tensor.slice(axis, start, stop))
+                for tensor, axis in zip(computed.inputs, computed.banded, strict=True)
+            ]
+            whole = Box.whole(computed.shape)
+            band = narrow(whole, 0, start, stop) if computed.shape else whole
+            written = self._read_output(found, computed.shape, band)
+            expected = cast(apply(computed.function, inputs, computed.parameters), computed.dtype)
+            if not same_bytes(expected, written):
+                rows = f"in rows {start}:{stop}" if computed.shape else ""
+                message = f"`{computed.name}`: the output is not what `{computed.function}` computes {rows}"
+                return computed.size_in_bytes, [VerificationError(message)]
+        return computed.size_in_bytes, []
 
     def _read_output(self, found: Tensor, grid: Sequence[int], band: Box) -> Array:
         """A band of the output tensor, whose bytes lie row-major at one place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -46,15 +45,8 @@ class PlainReader:
 
     def read(self, chunk: Chunk, dtype: DType) -> Array:
         """The elements of a chunk, cast to `dtype` (rounded to nearest even) where they are stored in another."""
-        import numpy as np
-
         stored = self._read_strided(chunk)
-        if chunk.extent.dtype == dtype:
-            return stored
-        out = np.empty(stored.shape, dtype.numpy)
-        with np.errstate(all="ignore"):
-            np.copyto(out, stored, casting="unsafe")
-        return out
+        return stored if chunk.extent.dtype == dtype else cast(stored, dtype)
 
     def read_tensor(self, tensor: Tensor) -> Array:
         """A whole tensor, in its dtype and public shape."""
@@ -94,11 +86,15 @@ class PlainReader:
         import numpy as np
 
         data = np.empty(size, np.uint8)
-        view, done = memoryview(data), 0
-        with self._files.use(file) as descriptor:
-            while done < size:
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    raise VerificationError(f"`{file}` ends at byte {offset + done}; {size - done} more were expected")
-                done += count
+        self._files.read_into(file, offset, data.data)
         return data
+
+
+def cast(array: Array, dtype: DType) -> Array:
+    """The array in another type, rounded to nearest even."""
+    import numpy as np
+
+    out = np.empty(array.shape, dtype.numpy)
+    with np.errstate(all="ignore"):
+        np.copyto(out, array, casting="unsafe")
+    return out
