@@ -22,11 +22,9 @@ def gather(tensor: Tensor, roots: Mapping[str, Path]) -> bytes:
     for chunk in tensor.chunks:
         extent = chunk.extent
         data = np.frombuffer((roots[extent.file.root] / extent.file.path).read_bytes(), np.uint8)[extent.offset :]
-        needed = extent.dtype.itemsize + sum((n - 1) * s for n, s in zip(chunk.box.sizes, extent.strides, strict=True))
-        base = (
-            data[:needed].copy()[: extent.dtype.itemsize * (needed // extent.dtype.itemsize)].view(extent.dtype.numpy)
-        )
-        view = np.lib.stride_tricks.as_strided(base, chunk.box.sizes, extent.strides)
+        itemsize = extent.dtype.itemsize
+        sizes, strides = (*chunk.box.sizes, itemsize), (*extent.strides, 1)
+        view = np.lib.stride_tricks.as_strided(data, sizes, strides).copy().view(extent.dtype.numpy)[..., 0]
         where = tuple(slice(a, b) for a, b in zip(chunk.box.offsets, chunk.box.stops, strict=True))
         with np.errstate(all="ignore"):
             grid[where] = view.astype(tensor.dtype.numpy)
