@@ -6,7 +6,7 @@ A plan is data, so it names its functions; this is where the names are bound. A 
     def scaled_sum(inputs: Sequence[Array], parameters: Mapping[str, object]) -> Array:
         ...
 
-inputs:     one array per operand, in the operand's stored dtype and public shape. An operand with `banded=a` arrives cut
+inputs:     one array per operand, in the operand's dtype and public shape. An operand with `banded=a` arrives cut
             along its axis `a` to the rows of the output's first axis that are being computed; one with `banded=None`
             arrives whole. A move whose operands are all `None` cannot be cut: the function returns the whole output.
 parameters: the move's JSON parameters.
@@ -16,9 +16,14 @@ returns:    the band, of shape `(rows, *shape[1:])`, in float32 or float64. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from unshard.run.bands import split_evenly
+from unshard.run.casting import cast_into, raw_dtype
+from unshard.tensors import Computed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +35,9 @@ Function: TypeAlias = Callable[["Sequence[Array]", Mapping[str, object]], "Array
 
 DEFAULT_FOOTPRINT = 16
 """Bytes of memory per output element that a function is expected to take at its peak: two float64 arrays."""
+
+BAND = 8 << 20
+"""Bytes of memory that the function itself takes for one band: its footprint times the band's elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,39 @@ def footprint(name: str) -> int:
 
 
 def apply(name: str, inputs: Sequence[Array], parameters: Mapping[str, object]) -> NDArray[np.floating[Any]]:
-    """Call a registered function. Raises LookupError where the name is unknown, TypeError where the result is no float."""
+    """Call a registered function. LookupError: the name is unknown; TypeError: the result is no float."""
     result = _find(name).function(inputs, parameters)
     if result.dtype.name not in ("float32", "float64"):
         raise TypeError(f"{name} returned {result.dtype.name}; functions return float32 or float64")
     return result
+
+
+def split_rows(name: str, shape: Sequence[int], banded: Sequence[int | None]) -> Iterator[tuple[int, int]]:
+    """The bounds of the bands in which a function is computed, along the output's first axis.
+
+    They depend on the function and the shapes alone: how many rows a matrix product gets may change its last bit, and
+    no setting may change a byte of the output.
+    """
+    if not shape or all(axis is None for axis in banded):
+        yield 0, shape[0] if shape else 1
+        return
+    yield from split_evenly(shape[0], BAND // max(1, prod(shape[1:]) * footprint(name)))
+
+
+def compute_whole(computed: Computed, inputs: Sequence[Array]) -> Array:
+    """A computed tensor from its whole inputs, in its dtype and shape, with the bits that the engine would write."""
+    import numpy as np
+
+    out = np.empty(computed.shape, raw_dtype(computed.dtype))
+    for start, stop in split_rows(computed.function, computed.shape, computed.banded):
+        cut = [
+            value if axis is None else np.ascontiguousarray(value[(slice(None),) * axis + (slice(start, stop),)])
+            for value, axis in zip(inputs, computed.banded, strict=True)
+        ]
+        result = apply(computed.function, cut, computed.parameters)
+        part = out[start:stop] if computed.shape else out
+        cast_into(part.view(computed.dtype.numpy), result, computed.dtype)
+    return out.view(computed.dtype.numpy)
 
 
 def _find(name: str) -> Registered:

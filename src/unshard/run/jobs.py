@@ -1,0 +1,185 @@
+"""What a worker thread does in one go: a span of a file, small enough that stopping and progress are prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from unshard.files import OpenFiles
+from unshard.plan.moves import Compute, Copy, Literal, PlannedFile, Tile
+from unshard.run.bands import is_crossed, pieces_by_band, split_bands, split_evenly
+from unshard.run.copying import Copier
+from unshard.run.results import Rounding
+from unshard.run.threads import Budget
+from unshard.run.writing import Output
+from unshard.settings import Settings
+from unshard.tensors import Box, Chunk, row_major_strides
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from unshard.run.computing import Operands
+    from unshard.run.gathering import Gatherer
+
+    Array = NDArray[Any]
+
+_LONGEST_COPY = 32 << 20
+"""Bytes of one job that copies."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """What one thread has of its own: buffers that it uses again and again, and what it has counted so far."""
+
+    files: OpenFiles
+    copier: Copier
+    settings: Settings
+    budget: Budget
+    rounded: dict[str, Rounding] = field(default_factory=dict)
+    operands: Operands | None = None
+    _gatherer: Gatherer | None = None
+    _band: Array | None = None
+
+    @property
+    def gatherer(self) -> Gatherer:
+        """Made on first use: a run that only copies never loads numpy."""
+        from unshard.run.gathering import Gatherer
+
+        if self._gatherer is None:
+            self._gatherer = Gatherer(self.files, self.settings.buffer)
+        return self._gatherer
+
+    def band(self, size: int) -> Array:
+        """A buffer of `size` bytes that holds until the next call."""
+        import numpy as np
+
+        if self._band is None or self._band.size < size:
+            self._band = np.empty(size, np.uint8)
+        return self._band[:size]
+
+    def count(self, name: str, rounding: Rounding) -> None:
+        """Add to what became of a tensor."""
+        if rounding.elements:
+            self.rounded[name] = self.rounded.get(name, Rounding()) + rounding
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLiteral:
+    """Bytes known in advance."""
+
+    move: Literal
+
+    @property
+    def size(self) -> int:
+        return self.move.size
+
+    def run(self, _worker: Worker, output: Output) -> None:
+        output.write(self.move.destination, self.move.data)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpan:
+    """A part of a copy."""
+
+    move: Copy
+    start: int
+    size: int
+
+    def run(self, worker: Worker, output: Output) -> None:
+        move = self.move
+        output.copy(worker.copier, move.file, move.offset + self.start, move.destination + self.start, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherBand:
+    """A band of a tile, with the pieces that lie in it. `memory` is what its buffers take, in bytes."""
+
+    tile: Tile
+    box: Box
+    pieces: tuple[Chunk, ...]
+    memory: int
+
+    @property
+    def size(self) -> int:
+        return self.box.volume * self.tile.dtype.itemsize
+
+    def run(self, worker: Worker, output: Output) -> None:
+        from unshard.run.casting import raw_dtype
+
+        tile = self.tile
+        strides = row_major_strides(tile.shape, tile.dtype.itemsize)
+        start = sum([at * stride for at, stride in zip(self.box.offsets, strides, strict=True)])
+        with worker.budget.reserve(self.memory):
+            buffer = worker.band(self.size)
+            band = buffer.view(raw_dtype(tile.dtype)).reshape(self.box.sizes)
+            worker.count(tile.name, worker.gatherer.gather(self.pieces, self.box, band, tile.dtype))
+            output.write(tile.destination + start, buffer.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeBand:
+    """The rows `start <= row < stop` of a computed tensor."""
+
+    move: Compute
+    start: int
+    stop: int
+    memory: int
+
+    @property
+    def size(self) -> int:
+        rows = self.move.shape[0] if self.move.shape else 1
+        return self.move.size // rows * (self.stop - self.start)
+
+    def run(self, worker: Worker, output: Output) -> None:
+        from unshard.run.computing import Operands
+
+        with worker.budget.reserve(self.memory):
+            if worker.operands is None or worker.operands.move is not self.move:
+                worker.operands = None
+                worker.operands = Operands(self.move, worker.gatherer)
+            band, rounding = worker.operands.compute(self.start, self.stop)
+            worker.count(self.move.name, rounding)
+            offset = self.size // max(1, self.stop - self.start) * self.start
+            output.write(self.move.destination + offset, band.reshape(-1).view("u1").data)
+
+
+Job: TypeAlias = WriteLiteral | CopySpan | GatherBand | ComputeBand
+
+
+def list_jobs(file: PlannedFile, settings: Settings) -> Iterator[Job]:
+    """The jobs of a file in the order of their destinations, made as they are asked for."""
+    for move in file.moves:
+        if isinstance(move, Literal):
+            yield WriteLiteral(move)
+        elif isinstance(move, Copy):
+            for start, stop in split_evenly(move.size, _LONGEST_COPY):
+                yield CopySpan(move, start, stop - start)
+        elif isinstance(move, Tile):
+            yield from _cut_tile(move, settings)
+        else:
+            yield from _cut_compute(move)
+
+
+def _cut_tile(tile: Tile, settings: Settings) -> Iterator[GatherBand]:
+    """Bands of one buffer; of a larger one where a file keeps its elements across them, as a transpose does.
+
+    There each band reads a short run of every row of the source, and the fewer bands, the longer the runs.
+    """
+    size = settings.buffer
+    if any(is_crossed(piece) for piece in tile.pieces):
+        size = max(size, settings.memory // (2 * settings.jobs))
+    widest = max([tile.dtype.itemsize, *[piece.extent.dtype.itemsize for piece in tile.pieces]])
+    bands = split_bands(tile.shape, size // widest)
+    for box, pieces in pieces_by_band(tile.pieces, bands):
+        yield GatherBand(tile, box, pieces, settings.buffer + box.volume * tile.dtype.itemsize)
+
+
+def _cut_compute(move: Compute) -> Iterator[ComputeBand]:
+    from unshard.run.computing import memory_of_rows
+    from unshard.run.functions import split_rows
+
+    if move.size == 0:
+        return
+    for start, stop in split_rows(move.function, move.shape, [operand.banded for operand in move.operands]):
+        yield ComputeBand(move, start, stop, memory_of_rows(move, stop - start))

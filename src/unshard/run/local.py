@@ -1,0 +1,71 @@
+"""Running a plan on this machine, with threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unshard.errors import raise_all
+from unshard.files import OpenFiles
+from unshard.plan.moves import Plan, PlannedFile
+from unshard.report.events import Message, Sink
+from unshard.run.claims import check_claims
+from unshard.run.copying import Copier
+from unshard.run.jobs import Worker
+from unshard.run.preflight import check_output
+from unshard.run.publish import stage
+from unshard.run.results import Rounding, RunResult
+from unshard.run.schedule import Schedule
+from unshard.run.threads import Budget, Meter, run_threads
+from unshard.run.writing import Output
+from unshard.settings import Settings
+
+
+def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite: bool = False) -> RunResult:
+    """Check the target and the plan's claims, write all files, and publish them together.
+
+    The directory `output` is made where it is missing. It must be empty, but for what a killed run left behind, unless
+    `overwrite` is given: then the model in it is replaced (see `occupants.REPLACEABLE`), and nothing else touched.
+
+    Raises OutputError for everything about the target (all of it at once, before the first byte, as far as it can be
+    known), IncompleteError or ModelError for claims that do not hold, FormatError where a source cannot be read. After
+    any error, and after KeyboardInterrupt, the directory is as it was before.
+    """
+    raise_all(check_output(plan, output, overwrite=overwrite))
+    raise_all(check_claims(plan, settings, sink))
+    with Meter(sink, "write", plan.size) as meter:
+        with stage(output, plan.files, overwrite=overwrite) as staging:
+
+            def open_output(file: PlannedFile) -> Output:
+                return Output(staging.temporary(file), str(output / file.path), file.size)
+
+            if staging.foreign:
+                sink(Message("note", f"left in place beside the model: {', '.join(staging.foreign)}"))
+            rounded = _write(plan, settings, Schedule(plan.files, settings, open_output), meter)
+            staging.publish()
+        return RunResult(plan.size, meter.seconds, rounded)
+
+
+def _write(plan: Plan, settings: Settings, schedule: Schedule, meter: Meter) -> dict[str, Rounding]:
+    """Do all tasks in threads, and tell what was rounded."""
+    files = OpenFiles(plan.roots)
+    copier, budget = Copier(files), Budget(settings.memory)
+    rounded: dict[str, Rounding] = {}
+    workers: list[Worker] = []
+
+    def work() -> None:
+        worker = Worker(files, copier, settings, budget)
+        workers.append(worker)
+        while (assignment := schedule.take()) is not None:
+            assignment.task.run(worker, assignment.output)
+            meter.add(assignment.task.size)
+            schedule.give_back(assignment)
+
+    try:
+        run_threads(settings.jobs, work, schedule.stop)
+    finally:
+        schedule.close()
+        files.close()
+    for worker in workers:
+        for name, rounding in worker.rounded.items():
+            rounded[name] = rounded.get(name, Rounding()) + rounding
+    return rounded

@@ -1,0 +1,131 @@
+"""What lies in an output directory before a run: a killed run's leftovers, an old model, something foreign."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+MARKER = ".unshard-in-progress"
+"""The file that says that the directory is not whole. It is made before and removed after everything else."""
+
+_TEMPORARY = ".unshard-*.tmp"
+
+REPLACEABLE = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "adapter_model*.bin",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "*processor_config.json",
+    "quant*_config.json",
+    "hf_quant_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+"""Files that a loader may take for a part of a model: what `--overwrite` replaces. All else stays where it is."""
+
+_MODEL_DIRECTORIES = ("lora_adapter*", "additional_chat_templates")
+"""Subdirectories that belong to a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What an unfinished run said of itself: which files here, where they exist, are not a whole model.
+
+    That is all the run was going to write; where it replaces a model, nothing until the old one begins to go, and then
+    also what was left of that.
+    """
+
+    files: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """As JSON, with the process for those who wonder."""
+        about = {"pid": os.getpid(), "host": os.uname().nodename, "files": self.files}
+        return json.dumps(about, indent=1).encode() + b"\n"
+
+    @staticmethod
+    def decode(data: bytes) -> Marker:
+        """A marker that was cut short, or is none, lists no files."""
+        try:
+            about = json.loads(data)
+            return Marker(tuple([str(name) for name in about["files"]]))
+        except (ValueError, LookupError, TypeError):
+            return Marker()
+
+
+@dataclass(frozen=True, slots=True)
+class Occupants:
+    """The files of an output directory, relative with forward slashes, by what becomes of them.
+
+    garbage: what a killed run left behind: removed before the first byte is written.
+    model:   files that `--overwrite` replaces: removed once the new ones are complete.
+    foreign: everything else: never touched.
+    """
+
+    garbage: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that anybody could miss."""
+        return not (self.model or self.foreign)
+
+
+def survey(output: Path, planned: Sequence[str]) -> Occupants:
+    """Sort what lies in a directory, which need not exist, for a run that will write the `planned` files there."""
+    marker = Marker.decode(_read_if_there(output / MARKER))
+    found: dict[str, list[str]] = {"garbage": [], "model": [], "foreign": []}
+    for name in _list_files(output, {path.split("/")[0] for path in planned if "/" in path}):
+        if name == MARKER:
+            continue
+        if fnmatchcase(name, _TEMPORARY) or name in marker.files:
+            kind = "garbage"
+        elif name in planned or any(fnmatchcase(name.rsplit("/", 1)[-1], pattern) for pattern in REPLACEABLE):
+            kind = "model"
+        else:
+            kind = "foreign"
+        found[kind].append(name)
+    return Occupants(**{kind: tuple(sorted(names)) for kind, names in found.items()})
+
+
+def temporary_name(token: str, number: int) -> str:
+    """The name under which a run writes its file number `number`; short, whatever the final name's length."""
+    return f".unshard-{token}-{number}.tmp"
+
+
+def _list_files(output: Path, planned_directories: set[str]) -> Iterator[str]:
+    """Files at the top and in the directories of a model; other directories by their names alone, with a slash."""
+    if not output.is_dir():
+        return
+    for entry in os.scandir(output):
+        if not entry.is_dir(follow_symlinks=False):
+            yield entry.name
+        elif entry.name in planned_directories or any(fnmatchcase(entry.name, known) for known in _MODEL_DIRECTORIES):
+            for path in Path(entry.path).rglob("*"):
+                if path.is_symlink() or not path.is_dir():
+                    yield path.relative_to(output).as_posix()
+        else:
+            yield entry.name + "/"
+
+
+def _read_if_there(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,116 @@
+"""Everything about an output that can be known before its first byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from unshard.errors import OutputError, UnshardError
+from unshard.files import OpenFiles
+from unshard.plan.moves import Compute, Copy, Plan, PlannedFile, Tile
+from unshard.run.occupants import MARKER, Occupants, survey
+from unshard.tensors import SourceFile
+
+_LONGEST_NAME = 255
+"""Bytes of a file name, on nearly every filesystem."""
+_SHOWN = 5
+
+
+def check_output(plan: Plan, output: Path, *, overwrite: bool) -> list[UnshardError]:
+    """All reasons why a plan cannot be written to a directory."""
+    problems: list[UnshardError] = list(_check_names([file.path for file in plan.files]))
+    place = output
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return [*problems, OutputError(f"{place}: is not a directory", hint="choose another output directory")]
+    if not os.access(place, os.W_OK | os.X_OK):
+        hint = "choose a directory that you may write to"
+        return [*problems, OutputError(f"{place}: no permission to write there", hint=hint)]
+    occupants = survey(output, [file.path for file in plan.files])
+    problems += _check_places(plan, output)
+    problems += _check_occupants(output, occupants, overwrite=overwrite)
+    problems += _check_sources(plan, output, occupants)
+    problems += _check_room(plan, place, output, occupants)
+    return problems
+
+
+def _check_names(paths: list[str]) -> Iterator[UnshardError]:
+    """Names come from configs and indexes, which may be hostile: none may leave the output directory."""
+    seen: set[str] = set()
+    for path in paths:
+        parts = path.split("/")
+        if any(part in ("", ".", "..") for part in parts) or "\\" in path or "\0" in path:
+            yield OutputError(f"`{path}` is no name for a file inside the output directory")
+        elif any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
+            yield OutputError(f"`{path}`: names of files may have {_LONGEST_NAME} bytes")
+        elif path in seen or path == MARKER:
+            yield OutputError(f"`{path}` would be written twice")
+        seen.add(path)
+
+
+def _check_places(plan: Plan, output: Path) -> Iterator[UnshardError]:
+    """A file can only take the place of a file, and no subdirectory may lead elsewhere."""
+    for file in plan.files:
+        if (output / file.path).is_dir() and not (output / file.path).is_symlink():
+            yield OutputError(f"{output / file.path}: is a directory, and a file is to be written there")
+    for parent in {(output / file.path).parent for file in plan.files} - {output}:
+        if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
+            yield OutputError(f"{parent}: is not a directory of its own", hint="choose another output directory")
+
+
+def _check_occupants(output: Path, occupants: Occupants, *, overwrite: bool) -> Iterator[UnshardError]:
+    if occupants.is_empty or overwrite:
+        return
+    names = [*occupants.model, *occupants.foreign]
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    hint = "choose another directory, or replace the model in this one with --overwrite"
+    yield OutputError(f"{output}: is not empty: it holds {shown}", hint=hint)
+
+
+def _check_sources(plan: Plan, output: Path, occupants: Occupants) -> Iterator[UnshardError]:
+    """No source may be among the files that are replaced or removed."""
+    doomed = {*occupants.garbage, *occupants.model, *[file.path for file in plan.files]}
+    lost = {name: (output / name).resolve() for name in doomed if (output / name).exists()}
+    files = OpenFiles(plan.roots)
+    sources = {files.path(source).resolve() for source in list_sources(plan)} if lost else set()
+    for name, path in sorted(lost.items()):
+        if path in sources:
+            message = f"{output / name}: is read from by this merge, and would be replaced by it"
+            yield OutputError(message, hint="choose an output directory outside the checkpoint")
+
+
+def list_sources(plan: Plan) -> set[SourceFile]:
+    """Every file that a plan reads."""
+    found: set[SourceFile] = set()
+    for move in [move for file in plan.files for move in file.moves]:
+        if isinstance(move, Copy):
+            found.add(move.file)
+        elif isinstance(move, Tile):
+            found.update([piece.extent.file for piece in move.pieces])
+        elif isinstance(move, Compute):
+            found.update([piece.extent.file for operand in move.operands for piece in operand.pieces])
+    return found
+
+
+def _check_room(plan: Plan, place: Path, output: Path, occupants: Occupants) -> Iterator[UnshardError]:
+    """New files are written beside the old ones, which go only when the new ones are complete."""
+    disk = os.statvfs(place)
+    if disk.f_blocks == 0:
+        return
+    freed = sum([(output / name).lstat().st_blocks * 512 for name in occupants.garbage])
+    free = disk.f_bavail * disk.f_frsize + freed
+    needed = sum([_round_up(file, disk.f_frsize) for file in plan.files])
+    if needed <= free:
+        return
+    old = sum([(output / name).lstat().st_blocks * 512 for name in occupants.model])
+    hint = "free some space, or choose a directory on another disk"
+    if free + old >= needed:
+        hint += f"; removing the old model in {output} first would be enough"
+    message = f"{output}: {needed / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free on that disk"
+    yield OutputError(message, hint=hint)
+
+
+def _round_up(file: PlannedFile, block: int) -> int:
+    return -(-file.size // block) * block

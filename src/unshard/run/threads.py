@@ -1,0 +1,103 @@
+"""Threads that stop together, memory that they share, and progress that they report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition, Lock, Thread
+from time import monotonic
+
+from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
+
+_QUIET = 0.02
+"""Seconds between two reports of progress."""
+
+
+def run_threads(count: int, work: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Call `work` in `count` threads and wait for all of them.
+
+    The first error of any of them is raised here, after `stop` was called and all returned; KeyboardInterrupt, too.
+    `stop` must make every `work` return soon.
+    """
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            stop()
+
+    threads = [Thread(target=guarded, name=f"unshard-{number}") for number in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if errors:
+        raise errors[0]
+
+
+class Budget:
+    """Bytes of memory that tasks reserve. One that finds nothing else reserved is always admitted."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._used = 0
+        self._changed = Condition()
+
+    @contextmanager
+    def reserve(self, size: int) -> Iterator[None]:
+        """Wait until `size` bytes fit, hold them inside the `with`."""
+        with self._changed:
+            while self._used and self._used + size > self._total:
+                self._changed.wait()
+            self._used += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= size
+                self._changed.notify_all()
+
+
+class Meter:
+    """Progress of a phase, summed over threads and told now and then. A context: it starts and finishes the phase."""
+
+    def __init__(self, sink: Sink, phase: str, total: int) -> None:
+        self._sink, self._phase, self._total = sink, phase, total
+        self._lock = Lock()
+        self._untold = 0
+        self._started = self._told = monotonic()
+
+    def __enter__(self) -> Meter:
+        self._sink(PhaseStarted(self._phase, self._total))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._tell()
+            self._sink(PhaseFinished(self._phase, self.seconds))
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the start."""
+        return monotonic() - self._started
+
+    def add(self, size: int) -> None:
+        """So many bytes more are done."""
+        with self._lock:
+            self._untold += size
+            if monotonic() - self._told >= _QUIET:
+                self._tell()
+
+    def _tell(self) -> None:
+        if self._untold:
+            self._sink(Advanced(self._phase, self._untold))
+        self._untold, self._told = 0, monotonic()
