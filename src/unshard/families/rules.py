@@ -21,6 +21,7 @@ from unshard.tensors import Tensor, Value, concat, stack
 Key: TypeAlias = tuple[int, ...]
 """Where a piece is: one number per step that fanned out, outermost first."""
 Pieces: TypeAlias = dict[Key, Tensor]
+Parts: TypeAlias = dict[Key, Value]
 
 MOST_STACKED = 1 << 16
 """More experts than any layer has: a tensor that claims more is refused before it is taken apart."""
@@ -35,8 +36,11 @@ class Step(Protocol):
     @property
     def fan(self) -> str | None: ...
 
-    def forward(self, pieces: Pieces, parts: int) -> Pieces:
-        """Take each piece apart; a step that fans out appends a number to each key."""
+    def forward(self, pieces: Parts, parts: int) -> Parts:
+        """Take each piece apart; a step that fans out appends a number to each key.
+
+        Raises ValueError for computed pieces that cannot be cut so.
+        """
         ...
 
     def backward(self, pieces: Pieces, parts: int) -> Pieces:
@@ -50,8 +54,8 @@ class Unstack:
 
     fan: str
 
-    def forward(self, pieces: Pieces, _parts: int) -> Pieces:
-        return {(*key, i): one for key, piece in pieces.items() for i, one in enumerate(piece.unstack(0))}
+    def forward(self, pieces: Parts, _parts: int) -> Parts:
+        return {(*key, i): piece.select(0, i) for key, piece in pieces.items() for i in range(piece.shape[0])}
 
     def backward(self, pieces: Pieces, _parts: int) -> Pieces:
         return {key: stack(ones) for key, ones in _gather(pieces).items()}
@@ -67,12 +71,14 @@ class Divide:
     def fan(self) -> str:
         return "part"
 
-    def forward(self, pieces: Pieces, parts: int) -> Pieces:
-        return {
-            (*key, i): one
-            for key, piece in pieces.items()
-            for i, one in enumerate(piece.split(self.axis, [piece.shape[self.axis] // parts] * parts))
-        }
+    def forward(self, pieces: Parts, parts: int) -> Parts:
+        divided: Parts = {}
+        for key, piece in pieces.items():
+            width, rest = divmod(piece.shape[self.axis], parts)
+            if rest:
+                raise ValueError(f"{piece.name}: {list(piece.shape)} does not divide by {parts} along axis {self.axis}")
+            divided |= {(*key, i): piece.slice(self.axis, i * width, (i + 1) * width) for i in range(parts)}
+        return divided
 
     def backward(self, pieces: Pieces, _parts: int) -> Pieces:
         return {key: concat(ones, self.axis) for key, ones in _gather(pieces).items()}
@@ -86,11 +92,17 @@ class Transpose:
     def fan(self) -> None:
         return None
 
-    def forward(self, pieces: Pieces, _parts: int) -> Pieces:
+    def forward(self, pieces: Parts, _parts: int) -> Parts:
+        return {key: _transpose(piece) for key, piece in pieces.items()}
+
+    def backward(self, pieces: Pieces, _parts: int) -> Pieces:
         return {key: piece.transpose() for key, piece in pieces.items()}
 
-    def backward(self, pieces: Pieces, parts: int) -> Pieces:
-        return self.forward(pieces, parts)
+
+def _transpose(piece: Value) -> Tensor:
+    if isinstance(piece, Tensor):
+        return piece.transpose()
+    raise ValueError(f"{piece.name}: `{piece.function}` cannot be transposed")
 
 
 def _gather(pieces: Pieces) -> dict[Key, list[Tensor]]:
@@ -126,9 +138,9 @@ class Rule:
         expected = ", ".join([str(_known(part, sizes) or part) for part in self.shape])
         return f"{tensor.name} has shape {list(tensor.shape)}, not [{expected}]"
 
-    def split(self, tensor: Tensor) -> dict[Key, Tensor]:
-        """The parts of a whole."""
-        pieces: Pieces = {(): tensor}
+    def split(self, tensor: Value) -> Parts:
+        """The parts of a whole. Raises ValueError for a computed one that cannot be cut so."""
+        pieces: Parts = {(): tensor}
         for step in self.steps:
             pieces = step.forward(pieces, len(self.parts))
         return pieces
@@ -199,11 +211,14 @@ def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> 
             result.explained.update(_names_of_parts(rule, value, bindings, sizes))
         elif not rule.steps:
             result.add(rule.part_name((), bindings), value, (name,))
-        elif isinstance(value, Tensor):
-            for key, piece in rule.split(value).items():
-                result.add(rule.part_name(key, bindings), piece, (name,))
         else:
-            misfits.append(f"{name} is computed ({value.function}) and cannot be taken apart")
+            try:
+                pieces = rule.split(value)
+            except ValueError as error:
+                misfits.append(str(error))
+                pieces = {}
+            for key, piece in pieces.items():
+                result.add(rule.part_name(key, bindings), piece, (name,))
     if misfits:
         message = f"{len(misfits)} tensors do not fit the model's configuration:\n  " + "\n  ".join(misfits)
         result.problems.append(ModelError(message, hint="does this config.json belong to these weights? see --config"))
