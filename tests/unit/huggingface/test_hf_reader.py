@@ -99,6 +99,17 @@ def test_files_may_lie_under_several_roots(tmp_path: Path) -> None:
     assert {tensor.chunks[0].extent.file.root for tensor in found.tensors.values()} == {"source", "also1"}
 
 
+def test_weights_that_are_not_the_model_are_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "two", "a", "b", options=MergeOptions(max_shard_size=16))
+    stale = ("model-00001-of-00009.safetensors", "pytorch_model.bin")
+    for name in (*stale, "training_args.bin"):
+        (tmp_path / "two" / name).touch()
+    found = READER.read(Source(tmp_path / "two"))
+    assert not found.problems
+    (note,) = found.notes
+    assert note.text == f"not read, as transformers does not read them either: {', '.join(stale)}"
+
+
 def test_a_malformed_config_is_a_problem_and_not_an_absent_config(tmp_path: Path) -> None:
     write_model(tmp_path / "one", "a")
     (tmp_path / "one/config.json").write_text("{")

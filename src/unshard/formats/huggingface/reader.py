@@ -12,7 +12,7 @@ from unshard.errors import FormatError, IncompleteError, NotACheckpointError, Un
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import find_assets, read_config
 from unshard.formats.huggingface.index import Index, read_index
-from unshard.formats.huggingface.weights import Weights, check_numbering, find_weights
+from unshard.formats.huggingface.weights import Weights, check_numbering, find_leftovers, find_weights
 from unshard.formats.safetensors_file import read_header
 from unshard.tensors import SourceFile, Tensor
 
@@ -119,6 +119,9 @@ class _Catalog:
             if len(files) > 1:
                 text = f"there is no index: {_some(files)} are taken to be one model"
                 self.notes.append(Note(text, level="warning"))
+        leftovers = find_leftovers(self.places, {*files, str(weights.index)}) if not weights.is_adapter else []
+        if leftovers:
+            self.notes.append(Note(f"not read, as transformers does not read them either: {_some(leftovers)}"))
         reader = _read_safetensors if weights.kind == "safetensors" else _read_bin
         for name in files:
             found = self.attempt(lambda name=name: reader(self._path(name), self.places[name]))  # type: ignore[misc]

@@ -10,6 +10,7 @@ from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.huggingface.shards import BIN, SAFETENSORS, Naming
 
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.")
+_MODEL_FILE = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?")
 _DISTRIBUTED = "shard-"
 """The prefix of torch DCP's per-rank safetensors files: pieces of tensors, not a model."""
 
@@ -60,6 +61,11 @@ def _find(names: Collection[str], kind: str, naming: Naming) -> Weights | None:
     stem = single.removesuffix(naming.suffix)
     shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+{re.escape(naming.suffix)}", name)]
     return Weights(kind, tuple(sorted(shards)), usual=False) if shards else None
+
+
+def find_leftovers(names: Collection[str], read: Collection[str]) -> list[str]:
+    """Files called like a model's weights that are not read: another container's, or an older save's."""
+    return [name for name in names if name not in read and _MODEL_FILE.fullmatch(name)]
 
 
 def check_numbering(files: Sequence[str]) -> list[UnshardError]:
