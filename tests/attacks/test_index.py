@@ -112,6 +112,14 @@ def test_all_that_is_wrong_is_told_at_once(sharded: Path) -> None:
     assert "does not list 1 tensors that are in its files: b" in found
 
 
+def test_names_cannot_command_the_terminal(sharded: Path) -> None:
+    rewrite(sharded, {"\x1b[2J": FIRST, "n" * 10_000: FIRST})
+    found = messages(read(sharded))
+    assert r"'\x1b[2J'" in found
+    assert found.replace("\n", "").isprintable()
+    assert len(found) < 2000
+
+
 def test_a_stale_total_is_told(sharded: Path) -> None:
     rewrite(sharded, total_size=47)
     assert "tells of 47 bytes of tensors; there are 48" in messages(read(sharded))

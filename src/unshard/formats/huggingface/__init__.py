@@ -1,0 +1,1 @@
+"""Hugging Face directories: what they hold, read and laid out."""

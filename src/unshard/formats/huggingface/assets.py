@@ -89,6 +89,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
+def list_directory(directory: Path) -> list[Path]:
+    """What lies in a directory, in order of names. Raises FormatError where that cannot be seen."""
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise FormatError(f"{directory}: cannot be read: {error.strerror}") from error
+
+
 def read_small_file(path: Path) -> bytes:
     """The bytes of a config. Raises FormatError where it cannot be read, or is far too large to be one."""
     if _size(path) > _SMALL:
@@ -104,7 +112,7 @@ _MEND = "mend the file, or take another with --config DIR"
 
 def _list_files(directory: Path) -> Iterator[str]:
     """Names of regular files and of links to them, or to nothing."""
-    for entry in directory.iterdir():
+    for entry in list_directory(directory):
         if entry.is_file() or (entry.is_symlink() and not entry.exists()):
             yield entry.name
 

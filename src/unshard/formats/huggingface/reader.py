@@ -10,7 +10,7 @@ from typing import Any
 from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError
 from unshard.formats.contract import Source
-from unshard.formats.huggingface.assets import find_assets, read_config
+from unshard.formats.huggingface.assets import find_assets, list_directory, read_config
 from unshard.formats.huggingface.index import Index, read_index
 from unshard.formats.huggingface.weights import Weights, check_numbering, find_leftovers, find_weights
 from unshard.formats.safetensors_file import read_header
@@ -67,7 +67,7 @@ def _list_files(directories: Iterable[Path]) -> dict[str, int]:
     """Names of the files in directories → the number of the first directory that has it. Links to nothing count."""
     found: dict[str, int] = {}
     for number, directory in enumerate(directories):
-        for entry in sorted(directory.iterdir()):
+        for entry in list_directory(directory):
             if not entry.is_dir():
                 found.setdefault(entry.name, number)
     return found
@@ -203,15 +203,21 @@ def _read_bin(path: Path, file: SourceFile) -> _Found:
             except FormatError as error:
                 problems.append(error)
         elif isinstance(entry, UnsupportedTensor):
-            problems.append(FormatError(f"{path}: {name}: this tensor {entry.reason}"))
+            problems.append(FormatError(f"{path}: {_shown(name)}: this tensor {entry.reason}"))
         elif is_tensor(entry):
-            problems.append(FormatError(f"{path}: {name} is a piece of a distributed tensor, not a whole one"))
+            problems.append(FormatError(f"{path}: {_shown(name)} is a piece of a distributed tensor, not a whole one"))
         else:
             skipped[name] = what_it_is(entry)
     return _Found(tensors, skipped, problems)
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    shown = ", ".join(names[:5])
+    """The first few of many names, which strangers chose."""
+    shown = ", ".join([_shown(name) for name in names[:5]])
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+
+
+def _shown(name: str) -> str:
+    """A name that may be printed on a terminal."""
+    name = name if len(name) <= 200 else name[:200] + "…"
+    return name if name.isprintable() else repr(name)
