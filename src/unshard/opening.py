@@ -12,7 +12,7 @@ from unshard.errors import UsageError
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import find_assets
 from unshard.formats.huggingface.reader import HuggingFace
-from unshard.locate import locate
+from unshard.locate import explain, locate
 from unshard.options import MergeOptions
 
 CONFIG_ROOT = "config"
@@ -36,21 +36,41 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
         )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
 
+    ordered = _shapes_in_order(reference) if reference else None
+
     def known_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
-        if reference is not None:
-            return {name: tensor.shape for name, tensor in reference.tensors.items()}
-        if config is None:
-            return None
-        from unshard.families import expected_shapes
+        return ordered or (_shapes_of(reference) if reference else _family_shapes(config))
 
-        return expected_shapes(config)
-
-    checkpoint = found.read(Source(place, options.also, known_shapes))
+    checkpoint = found.read(Source(place, options.also, known_shapes, None if ordered else reference))
     if place.resolve() != path.resolve():
-        checkpoint = replace(
-            checkpoint, notes=(Note(f"`{path}` was given; the checkpoint is `{place}`"), *checkpoint.notes)
-        )
+        checkpoint = replace(checkpoint, notes=(Note(explain(path, place)), *checkpoint.notes))
     return _with_config(checkpoint, options.config) if options.config else checkpoint
+
+
+def _shapes_in_order(reference: Checkpoint) -> Mapping[str, Shape] | None:
+    """The shapes of a reference in the order of the model's definition; None where nobody knows that order.
+
+    A family that describes exactly this model knows it, and so does a file that torch wrote; safetensors are sorted by
+    name.
+    """
+    shapes = _shapes_of(reference)
+    defined = _family_shapes(reference.config)
+    if defined == shapes:
+        return defined
+    files = {chunk.extent.file.path for tensor in reference.tensors.values() for chunk in tensor.chunks}
+    return None if any(file.endswith(".safetensors") for file in files) else shapes
+
+
+def _shapes_of(reference: Checkpoint) -> Mapping[str, Shape]:
+    return {name: tensor.shape for name, tensor in reference.tensors.items()}
+
+
+def _family_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
+    if config is None:
+        return None
+    from unshard.families import expected_shapes
+
+    return expected_shapes(config)
 
 
 def open_reference(path: Path) -> Checkpoint:

@@ -20,11 +20,14 @@ class Source:
     path:         a directory, or a file for formats that consist of one.
     also:         further roots that hold pieces of the same checkpoint (node-local disks).
     known_shapes: answers what shapes a model's parameters have, for layouts that do not store them.
+    reference:    a model with the same parameters and similar values. Where it is given, the order of `known_shapes`
+                  means nothing (safetensors files are sorted by name), and the reference's values must tell it.
     """
 
     path: Path
     also: tuple[Path, ...] = ()
     known_shapes: KnownShapes = field(default=lambda _config: None)
+    reference: Checkpoint | None = None
 
     @property
     def roots(self) -> Mapping[str, Path]:

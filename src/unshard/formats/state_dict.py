@@ -57,11 +57,7 @@ def what_it_is(value: Any) -> str:
 
 
 def read_chunk(tensor: StoredTensor, box: Box, local: Box, rank: int | None) -> Chunk:
-    """The chunk of a stored tensor whose elements `local` are the elements `box` of the whole.
-
-    Raises FormatError where the tensor's view leaves its storage.
-    """
-    check_view(tensor)
+    """The chunk of a stored tensor whose elements `local` are the elements `box` of the whole."""
     size, storage = tensor.dtype.itemsize, tensor.storage
     start = tensor.offset + sum([a * b for a, b in zip(local.offsets, tensor.strides, strict=True)])
     strides = tuple([stride * size for stride in tensor.strides])
@@ -74,16 +70,3 @@ def read_whole(tensor: StoredTensor, rank: int | None) -> tuple[Chunk, ...]:
     """A stored tensor as the only chunk of itself; none if it has no elements."""
     box = Box.whole(tensor.shape)
     return (read_chunk(tensor, box, box, rank),) if prod(tensor.shape) else ()
-
-
-def check_view(tensor: StoredTensor) -> None:
-    """Raise FormatError where a strided view leaves the bytes of its storage."""
-    last = tensor.offset + sum([(n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True)])
-    low = min(tensor.strides, default=0)
-    if prod(tensor.shape) and (
-        low < 0 or tensor.offset < 0 or (last + 1) * tensor.dtype.itemsize > tensor.storage.nbytes
-    ):
-        raise FormatError(
-            f"{tensor.storage.file}: a tensor of {tensor.shape}, strides {tensor.strides}, offset {tensor.offset} "
-            f"leaves its storage of {tensor.storage.nbytes} bytes"
-        )

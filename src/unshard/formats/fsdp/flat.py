@@ -9,15 +9,17 @@ stored nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from unshard.checkpoint import Shape
 from unshard.errors import IncompleteError, ModelError, UnshardError
 from unshard.formats.torch_file.records import Opaque, StoredTensor, WrapperSubclass
 from unshard.tensors import Chunk, Tensor
+
+FindOrder: TypeAlias = Callable[[Tensor, Sequence[str]], "list[str] | None"]
 
 FLAT_PARAM = "_flat_param"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -62,6 +64,12 @@ class Fragments:
             rest[name] = value
         return rest
 
+    def order(self, names: Sequence[str]) -> list[str] | None:
+        """The parameters in the order in which they lie in their flat parameter; None without a fragment of each."""
+        if not all(any(size for _, size in self.places.get(name, {}).values()) for name in names):
+            return None
+        return sorted(names, key=lambda name: min((rank, at) for rank, (at, size) in self.places[name].items() if size))
+
     def is_alias(self, name: str, others: Sequence[str]) -> bool:
         """Whether a parameter is the same memory as one of `others`: a tied one."""
         here = self.places.get(name)
@@ -78,11 +86,13 @@ def unflatten(
     fragments: Fragments,
     taken: Mapping[str, Tensor],
     world_size: int,
+    find_order: FindOrder | None = None,
 ) -> tuple[dict[str, Tensor], list[UnshardError]]:
     """The parameters of all flat parameters, in the order of `shapes`, and what does not fit.
 
-    `shapes` are the model's in the order of `named_parameters`; `taken` are tensors that lie in the state dict as they
-    are (parameters that FSDP ignored, buffers).
+    `shapes` are the model's in the order of `named_parameters`. Where they have no order, `find_order` finds it for a
+    flat parameter and its members, or None; it is asked where no fragments tell. `taken` are tensors that lie in the
+    state dict as they are (parameters that FSDP ignored, buffers).
     """
     units = {_clean(name)[: -len(FLAT_PARAM)]: flat for name, flat in flats.items()}
     members: dict[str, list[str]] = {unit: [] for unit in units}
@@ -101,7 +111,12 @@ def unflatten(
         problems.append(ModelError(f"no flat parameter holds {', '.join(homeless[:8])}", hint=_HINT))
     tensors: dict[str, Tensor] = {}
     for unit, flat in units.items():
-        sizes = {name: prod(shapes[name]) for name in members[unit]}
+        try:
+            names = _in_order(flat, members[unit], fragments, find_order)
+        except UnshardError as error:
+            problems.append(error)
+            continue
+        sizes = {name: prod(shapes[name]) for name in names}
         starts = _find_starts(flat, sizes, fragments, world_size)
         if starts is None:
             problems.append(
@@ -128,6 +143,21 @@ def shapes_unknown(flats: Sequence[str]) -> UnshardError:
         "not say which parameters of which shapes lie in them",
         hint=_HINT,
     )
+
+
+def _in_order(flat: Tensor, names: Sequence[str], fragments: Fragments, find_order: FindOrder | None) -> Sequence[str]:
+    """The members of a flat parameter in the order in which they lie in it. Raises UnshardError where nothing tells."""
+    if find_order is None:
+        return names
+    order = fragments.order(names) or find_order(flat, names)
+    if order is None:
+        raise IncompleteError(
+            f"{flat.name} holds {len(names)} parameters in the order of the model's definition. The reference's files "
+            "tell their shapes but are sorted by name, and its values are not found in the flat parameter",
+            hint="name the model that the training began with, --shapes-from DIR, or a directory with a "
+            "pytorch_model.bin, which keeps the order",
+        )
+    return order
 
 
 def _find_starts(

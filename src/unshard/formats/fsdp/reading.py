@@ -10,9 +10,10 @@ from unshard.checkpoint import Checkpoint, Note, Shape
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.contract import Source
 from unshard.formats.fsdp.entries import RankReader
-from unshard.formats.fsdp.flat import Fragments, is_flat_parameter, shapes_unknown, unflatten
+from unshard.formats.fsdp.flat import FindOrder, Fragments, is_flat_parameter, shapes_unknown, unflatten
 from unshard.formats.fsdp.gather import Gatherer, names_in_words
 from unshard.formats.fsdp.layouts import ranks_in_words
+from unshard.formats.fsdp.order import order_by_values
 from unshard.formats.fsdp.ranks import RankSet, compare_recorded
 from unshard.formats.state_dict import find_state_dict
 from unshard.formats.surroundings import look_around
@@ -187,9 +188,16 @@ class _Reading:
             self.problems.append(shapes_unknown(list(flats)))
             return tensors
         rest = {name: tensor for name, tensor in tensors.items() if name not in flats}
-        parameters, problems = unflatten(flats, shapes, self.fragments, rest, ranks)
+        parameters, problems = unflatten(flats, shapes, self.fragments, rest, ranks, self._order_finder())
         self.problems += problems
         return {**parameters, **rest}
+
+    def _order_finder(self) -> FindOrder | None:
+        """How to find the order in flat parameters, where the known shapes have none."""
+        reference = self.source.reference
+        if reference is None:
+            return None
+        return lambda flat, names: order_by_values(flat, names, self.source.roots, reference)
 
 
 def _title(kinds: Sequence[str], ranks: int, world: int, mesh: tuple[tuple[str, int], ...]) -> str:
