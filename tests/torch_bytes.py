@@ -189,10 +189,8 @@ def read_pickle(directory: Path, body: bytes, protocol: int = 2) -> object:
     return read(directory, archive(torch_members(finish(body, protocol)))).root
 
 
-ch_file
-
-
 def weight(root: object) -> StoredTensor:
+    """The tensor of that name in a state dict."""
     assert isinstance(root, dict)
     found = root["weight"]
     assert isinstance(found, StoredTensor)
@@ -200,5 +198,6 @@ def weight(root: object) -> StoredTensor:
 
 
 def payload_of(path: Path, tensor: StoredTensor) -> bytes:
+    """The bytes that a file holds where the tensor's storage says."""
     storage = tensor.storage
-    return path.read_bytes()[storage.offset : storage.offset + storage.
+    return path.read_bytes()[storage.offset : storage.offset + storage.nbytes]

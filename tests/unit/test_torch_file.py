@@ -10,7 +10,7 @@ import pytest
 import torch_bytes as tb
 from unshard import dtypes
 from unshard.errors import FormatError
-from unshard.formats.torch_file import Global, Opaque, Storage, StoredTensor, UnsupportedTensor, read_tornbytes]
+from unshard.formats.torch_file import UnsupportedTensor, read_torch_file
 
 
 class TestArchive:
