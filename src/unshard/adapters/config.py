@@ -123,12 +123,8 @@ def _set_ranks(completion: Completion, recorded: Recorded, layers: Sequence[Laye
             )
         )
         return
-    try:
-        if rank is not None and all(value_for(patterns, path, rank) == found for path, found in ranks.items()):
-            config["r"] = rank
-            return
-    except ValueError as error:
-        completion.problems.append(ModelError(f"{recorded.source}, rank_pattern: {error}"))
+    if rank is not None and all(value_for(patterns, path, rank) == found for path, found in ranks.items()):
+        config["r"] = rank
         return
     default = rank if rank in ranks.values() and rank is not None else Counter(ranks.values()).most_common(1)[0][0]
     completion.correct("r", default, "the tensors have that rank")

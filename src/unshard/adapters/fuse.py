@@ -182,11 +182,10 @@ class _Fusion:
     def _notes(self) -> tuple[Note, ...]:
         computed = tuple([name for name, value in self.tensors.items() if isinstance(value, Computed)])
         double = any(isinstance(value, Computed) and value.dtype.itemsize == 8 for value in self.tensors.values())
-        kept = sorted({str(value.dtype) for value in self.tensors.values() if isinstance(value, Computed)})
         return (
             Note(
                 f"The adapter is fused into the base weights: the values of {len(computed)} tensors were computed in"
-                f" {'fp64' if double else 'fp32'} and rounded once (stored as {', '.join(kept) or 'they are'}).",
+                f" {'fp64' if double else 'fp32'} and rounded once, to the dtype in which they are written.",
                 computed,
             ),
         )

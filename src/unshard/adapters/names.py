@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 PREFIX = "base_model.model."
+_AROUND = re.compile(r"(?:module\.)?(?:pretrained_model\.)?base_model\.model\.")
+"""What may lie around a PEFT model: DistributedDataParallel, trl's model with a value head."""
 TOKENS = ".token_adapter.trainable_tokens_delta"
 _WRAPPERS = frozenset({"base_layer", "original_module", "token_adapter"})
 
@@ -112,24 +114,30 @@ def read_part(name: str) -> Part | None:
     for kind, pattern, file in _PATTERNS:
         match = pattern.fullmatch(name)
         if match:
-            return Part(kind, match["adapter"], match["module"], _prefixed(match.expand(file)) if file else "")
+            return Part(kind, match["adapter"], match["module"], file_name(match.expand(file)) if file else "")
     return None
 
 
 def base_name(name: str) -> str:
     """The name of a base model's tensor without PEFT's wrappers."""
-    return ".".join([part for part in name.removeprefix(PREFIX).split(".") if part not in _WRAPPERS])
+    return ".".join([part for part in strip_prefix(name).split(".") if part not in _WRAPPERS])
+
+
+def strip_prefix(name: str) -> str:
+    """A stored name without PEFT's prefix and what lies around it."""
+    match = _AROUND.match(name)
+    return name[match.end() :] if match else name
 
 
 def file_name(name: str) -> str:
     """The name of a tensor that an adapter's file holds as it is: with the prefix."""
-    return _prefixed(name)
+    return PREFIX + strip_prefix(name)
 
 
 def foreign_methods(names: Iterable[str]) -> dict[str, str]:
     """Name → the PEFT method that wrote it, for the names of a PEFT model that are no LoRA."""
     names = list(names)
-    if not any(name.startswith(("base_model.", "prompt_encoder.")) for name in names):
+    if not any(_AROUND.match(name) or name.startswith(("base_model.", "prompt_encoder.")) for name in names):
         return {}
     found: dict[str, str] = {}
     for name in names:
@@ -145,7 +153,3 @@ def _foreign_method(name: str) -> str | None:
             if component.startswith(beginning):
                 return method
     return None
-
-
-def _prefixed(name: str) -> str:
-    return name if name.startswith(PREFIX) else PREFIX + name

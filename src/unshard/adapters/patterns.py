@@ -19,27 +19,30 @@ _MAX_UNBOUNDED = 3
 
 
 def value_for(patterns: Mapping[str, V], path: str, default: V) -> V:
-    """The value of the first pattern that matches the path or an end of it, from a dot on; else the default.
-
-    Raises ValueError for a pattern that is no regular expression, or that could take for ever.
-    """
-    if path in patterns and not any(_is_expression(pattern) for pattern in patterns):
-        return patterns[path]
+    """The value of the first pattern that matches the path or an end of it, from a dot on; else the default."""
     for pattern, value in patterns.items():
         if _matches(pattern, path):
             return value
     return default
 
 
-def _matches(pattern: str, path: str) -> bool:
+def pattern_fault(pattern: str) -> str | None:
+    """What is wrong with a pattern: it is no regular expression, or trying it could take for ever."""
     if not _is_expression(pattern):
-        return is_end(pattern, path)
+        return None
     if _REPEATED_GROUP.search(pattern) or len(_UNBOUNDED.findall(pattern)) > _MAX_UNBOUNDED:
-        raise ValueError(f"the pattern {pattern!r} repeats too much to be tried safely")
+        return f"the pattern {pattern!r} repeats too much to be tried safely"
     try:
-        return re.match(rf"(.*\.)?({pattern})$", path) is not None
+        re.compile(rf"(.*\.)?({pattern})$")
     except re.error as error:
-        raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+        return f"the pattern {pattern!r} is no regular expression: {error}"
+    return None
+
+
+def _matches(pattern: str, path: str) -> bool:
+    if _is_expression(pattern):
+        return re.match(rf"(.*\.)?({pattern})$", path) is not None
+    return is_end(pattern, path)
 
 
 def _is_expression(pattern: str) -> bool:

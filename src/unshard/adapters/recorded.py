@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unshard.adapters.patterns import pattern_fault
 from unshard.errors import ModelError, UnshardError, UsageError
 
 _PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
 _LIST_KEYS = ("target_parameters", "modules_to_save")
+_LIST_OR_EXPRESSION_KEYS = ("target_modules", "exclude_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,12 @@ def _check_shapes(recorded: Mapping[str, Any], source: str, problems: list[Unsha
         value = recorded.get(key)
         if value and not (isinstance(value, Mapping) and all(_is_number(number) for number in value.values())):
             problems.append(ModelError(f"{source}: {key} is {value!r}, expected module names and numbers"))
-    for key in _LIST_KEYS:
+            continue
+        faults = [pattern_fault(pattern) for pattern in value or ()]
+        problems += [ModelError(f"{source}, {key}: {fault}") for fault in faults if fault]
+    for key in (*_LIST_KEYS, *_LIST_OR_EXPRESSION_KEYS):
         value = recorded.get(key)
+        if isinstance(value, str) and key in _LIST_OR_EXPRESSION_KEYS:
+            continue
         if value and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             problems.append(ModelError(f"{source}: {key} is {value!r}, expected a list of names"))

@@ -70,6 +70,7 @@ def split(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], options: MergeO
     adapters: list[Adapter] = []
     notes, problems = [], list(sorted_.problems)
     base_stays = bool(sorted_.base) and not options.adapter_only
+    several = len(sorted_.adapters) > 1
     for name, parts in sorted_.adapters.items():
         if tied:
             _drop_tied_tokens(parts)
@@ -79,7 +80,7 @@ def split(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], options: MergeO
         completion = complete_config(recorded, shown)
         parts |= _copies(sorted_, layers, completion.config)
         adapters.append(Adapter(name, parts, completion.config))
-        notes += _notes(completion, recorded, sorted_, name, several=len(sorted_.adapters) > 1)
+        notes += _notes(completion, recorded, sorted_, name, several=several, fused=options.fuse_lora)
         problems += [*recorded.problems, *layers.problems, *completion.problems]
         if tied and options.fuse_lora and options.tie_embeddings is None:
             problems += _tie_conflicts(layers)
@@ -133,7 +134,7 @@ def _sort_part(sorted_: _Sorted, part: names.Part, tensor: Tensor) -> None:
 
 
 def _sort_base(sorted_: _Sorted, name: str, tensor: Tensor, *, adapted: bool) -> None:
-    own = names.base_name(name) if adapted else name.removeprefix(names.PREFIX)
+    own = names.base_name(name) if adapted else names.strip_prefix(name)
     if own in sorted_.base:
         sorted_.problems.append(ModelError(f"`{sorted_.stored[own]}` and `{name}` are both `{own}` in the base model"))
     sorted_.base[own] = tensor.rename(own)
@@ -220,35 +221,31 @@ def _verdict(adapters: list[Adapter]) -> Note:
     )
 
 
-def _notes(completion: Completion, recorded: Recorded, sorted_: _Sorted, adapter: str, *, several: bool) -> list[Note]:
+def _notes(
+    completion: Completion, recorded: Recorded, sorted_: _Sorted, adapter: str, *, several: bool, fused: bool
+) -> list[Note]:
     label = f"adapter {adapter!r}: " if several else ""
     notes = [Note(label + note.text, note.tensors, note.level) for note in completion.notes]
-    origin = completion.config.get("base_model_name_or_path")
     if sorted_.base:
-        notes.append(
-            Note(
-                "The base weights are those that training froze under the adapter, as they lie in the checkpoint"
-                + (
-                    f"; adapter_config.json calls them {origin}."
-                    if origin
-                    else "; which model they came from is not recorded."
-                )
-            )
+        origin = completion.config.get("base_model_name_or_path")
+        called = f"adapter_config.json calls them {origin}" if origin else "which model they came from is not recorded"
+        text = (
+            f"The base weights are those that training froze under the adapter, as the checkpoint holds them; {called}."
         )
+        notes.append(Note(text))
     if not recorded.is_config:
-        notes.append(
-            Note(
-                f"{label}adapter_config.json was made from the tensors and"
-                f" {recorded.source or '--lora-alpha'}; neither tells whether training used rsLoRA or trained biases:"
-                " taken as no."
-            )
+        told = recorded.source or "the command line"
+        text = (
+            f"{label}neither the tensors nor {told} tell whether training used rsLoRA or trained biases: taken as no."
         )
+        notes.append(Note(text))
     if several and recorded.source and not recorded.alpha_is_given:
-        notes.append(Note(f"{label}{recorded.source} was taken to hold for it", level="warning"))
+        notes.append(Note(f"{label}{recorded.source} was taken to hold for it.", level="warning"))
     saved = sorted(sorted_.saved[adapter])
     if saved and sorted_.base:
-        text = f"{label}trained whole (modules_to_save), in the base weights as before training: {', '.join(saved)}"
-        notes.append(Note(text, tuple(saved), "warning"))
+        place = "they take the place of the originals" if fused else "the base weights hold them as before training"
+        text = f"{label}modules that were trained whole (modules_to_save): {place}."
+        notes.append(Note(text, tuple(saved), "note" if fused else "warning"))
     return notes
 
 

@@ -28,7 +28,7 @@ ATTENTION = ["q_proj", "v_proj"]
 
 @dataclass
 class Case:
-    """A LoRA configuration. `told`: adapter_config.json lies beside the checkpoint, for its facts are not in the shards."""
+    """A LoRA configuration. `told`: the shards do not tell all, so that adapter_config.json lies beside them."""
 
     label: str
     lora: dict[str, Any]
