@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --no-warn-script-location
+INSTALL := $(PIP) install --quiet --quiet --no-warn-script-location
 
 .PHONY: help demo test test-core lint bench clean
 
