@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import golden_set
+
+settings.register_profile("unshard", deadline=None)  # an example may be slow on a busy machine without being wrong
+settings.load_profile("unshard")
 
 
 @pytest.fixture(scope="session")

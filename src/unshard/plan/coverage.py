@@ -149,9 +149,12 @@ def _overlaps(tensor: Tensor, pairs: Sequence[tuple[Chunk, Chunk]]) -> Incomplet
 
 def _holes(tensor: Tensor, holes: Sequence[Box], missing: int | None) -> IncompleteError:
     found = [describe_box(tensor, box) for box in holes[:_LISTED]]
-    amount = "" if missing is None else f" ({missing} of {tensor.size} elements)"
+    amount = ""
+    if missing is not None:
+        more = ", and more" if missing > sum([box.volume for box in holes[:_LISTED]]) else ""
+        amount = f"{more} ({missing} of {tensor.size} elements)"
     return IncompleteError(
-        f"{_title(tensor)}: no piece holds {_listed(found, len(holes))}{amount}; {_sources(tensor.chunks)}",
+        f"{_title(tensor)}: no piece holds {', '.join(found)}{amount}; {_sources(tensor.chunks)}",
         hint="if the files of the other ranks lie elsewhere, add their folder: --also DIR",
     )
 

@@ -79,7 +79,7 @@ def find_faults(region: Box, chunks: Sequence[Chunk], limit: int) -> Faults:
             if parts is None:
                 _halve(region, chunks, faults)
             else:
-                pending += [(part, members, depth + 1) for part, members in parts]
+                pending += [(part, members, depth + 1) for part, members in reversed(parts)]
     return faults
 
 
@@ -112,7 +112,7 @@ def _halve(region: Box, chunks: Sequence[Chunk], faults: Faults) -> None:
         region, members = pending.pop()
         halves = _split_at_median(region, members) if len(members) > _FEW else None
         if halves is not None:
-            pending += halves
+            pending += reversed(halves)
             continue
         open_boxes = [region]
         for chunk in members:

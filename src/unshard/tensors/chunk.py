@@ -40,10 +40,10 @@ class Extent:
 
     def is_contiguous(self, sizes: Sequence[int]) -> bool:
         """Whether a box of these sizes is one row-major run of bytes. Axes of one element do not count."""
+        if 0 in sizes:
+            return True
         expected = self.dtype.itemsize
         for size, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
-            if size == 0:
-                return True
             if size > 1:
                 if stride != expected:
                     return False

@@ -9,15 +9,16 @@ The grid has the same row-major order as the public shape, so whoever writes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise
 from math import prod
 from typing import TypeAlias
 
 from unshard.dtypes import DType
-from unshard.tensors.box import Box, flat_range_boxes
-from unshard.tensors.chunk import Chunk, Extent
+from unshard.tensors.box import Box
+from unshard.tensors.chunk import Chunk
+from unshard.tensors.reboxing import merge_axes, pick_axes, slice_chunk, split_axis, without_empty
 
 Factors: TypeAlias = tuple[tuple[int, ...], ...]
 """Per public axis, the grid axes that it is the row-major product of."""
@@ -106,7 +107,7 @@ class Tensor:
         else:
             source, group = self._with_plain_axis(axis), (count,)
         where = sum(len(earlier) for earlier in source.factors[:axis])
-        chunks = [part for chunk in source.chunks if (part := _slice_chunk(chunk, where, start, stop, step))]
+        chunks = [part for chunk in source.chunks if (part := slice_chunk(chunk, where, start, stop, step))]
         factors = (*source.factors[:axis], group, *source.factors[axis + 1 :])
         return replace(source, shape=shape, chunks=tuple(chunks), factors=factors)
 
@@ -140,7 +141,7 @@ class Tensor:
             raise ValueError(f"{self.name}: {tuple(order)} is no order of {self.ndim} axes")
         starts = [sum(len(group) for group in self.factors[:axis]) for axis in range(self.ndim)]
         places = [starts[axis] + number for axis in order for number in range(len(self.factors[axis]))]
-        chunks = tuple([_pick_axes(chunk, places) for chunk in self.chunks])
+        chunks = tuple([pick_axes(chunk, places) for chunk in self.chunks])
         return replace(
             self,
             shape=tuple([self.shape[axis] for axis in order]),
@@ -155,7 +156,7 @@ class Tensor:
             raise ValueError(f"{self.name}: {self.shape} cannot become {shape}")
         if self.size == 0:
             return Tensor(self.name, self.dtype, shape, ())
-        grid, chunks, place = list(self.grid), self.chunks, 0
+        grid, chunks, place = list(self.grid), without_empty(self.chunks), 0
         factors: list[tuple[int, ...]] = []
         for size in shape:
             start, missing = place, size
@@ -164,20 +165,20 @@ class Tensor:
                     missing //= grid[place]
                     place += 1
                 elif grid[place] % missing == 0:
-                    chunks = _split_axis(chunks, place, (missing, grid[place] // missing))
+                    chunks = split_axis(chunks, place, (missing, grid[place] // missing))
                     grid[place : place + 1] = [missing, grid[place] // missing]
                 else:
                     end = place + 1
                     while prod(grid[place:end]) % missing:
                         end += 1
-                    chunks = _merge_axes(chunks, grid, place, end)
+                    chunks = merge_axes(chunks, grid, place, end)
                     grid[place:end] = [prod(grid[place:end])]
             factors.append(tuple(grid[start:place]))
         if place < len(grid):  # axes of one element are left over
             if factors:
                 factors[-1] += tuple(grid[place:])
             else:
-                chunks = tuple([_pick_axes(chunk, ()) for chunk in chunks])
+                chunks = tuple([pick_axes(chunk, ()) for chunk in chunks])
         return Tensor(self.name, self.dtype, shape, chunks, tuple(factors))
 
     def broadcast(self, axis: int, size: int) -> Tensor:
@@ -197,7 +198,7 @@ class Tensor:
         return replace(
             source,
             shape=(*source.shape[:axis], size, *source.shape[axis + 1 :]),
-            chunks=tuple([repeated(chunk) for chunk in source.chunks]) if size else (),
+            chunks=tuple([repeated(chunk) for chunk in without_empty(source.chunks)]) if size else (),
             factors=(*source.factors[:axis], (size,), *source.factors[axis + 1 :]),
         )
 
@@ -208,13 +209,32 @@ class Tensor:
             raise ValueError(f"{self.name}: no axis {axis} in shape {self.shape}")
         return axis % self.ndim
 
+    def _with_factors(self, axis: int, group: Sequence[int]) -> Tensor:
+        """The same tensor whose `axis` has these factors, which refine those that it has."""
+        source = self if self.factors[axis] else self._with_plain_axis(axis)
+        if source.factors[axis] == tuple(group):
+            return source
+        where = sum(len(earlier) for earlier in source.factors[:axis])
+        rest, parts = list(group), []
+        for factor in reversed(source.factors[axis]):
+            part: list[int] = []
+            while prod(part) < factor:
+                part.insert(0, rest.pop())
+            parts.append(part)
+        parts[-1] = rest + parts[-1]
+        chunks = without_empty(source.chunks)
+        for number, part in enumerate(parts):
+            chunks = split_axis(chunks, where + len(parts) - 1 - number, part)
+        factors = (*source.factors[:axis], tuple(group), *source.factors[axis + 1 :])
+        return replace(source, chunks=chunks, factors=factors)
+
     def _with_plain_axis(self, axis: int) -> Tensor:
         """The same tensor whose `axis` is one grid axis."""
         group = self.factors[axis]
         if len(group) == 1:
             return self
         where = sum(len(earlier) for earlier in self.factors[:axis])
-        chunks = _merge_axes(self.chunks, self.grid, where, where + len(group))
+        chunks = merge_axes(self.chunks, self.grid, where, where + len(group))
         factors = (*self.factors[:axis], (self.shape[axis],), *self.factors[axis + 1 :])
         return replace(self, chunks=chunks, factors=factors)
 
@@ -259,99 +279,22 @@ def _with_common_factors(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
     tensors = list(tensors)
     for number in range(len(tensors[0].shape) if tensors else 0):
         groups = {t.factors[number][1:] if number == axis else t.factors[number] for t in tensors}
-        if len(groups) > 1 or not all(t.factors[number] for t in tensors):
+        if len(groups) == 1 and all(t.factors[number] for t in tensors):
+            continue
+        inner = _common_inner_factors(tensors, number)
+        if inner is None:
             tensors = [t._with_plain_axis(number) for t in tensors]
+        else:
+            tensors = [t._with_factors(number, (t.shape[number] // prod(inner), *inner)) for t in tensors]
     return tensors
 
 
-def _slice_chunk(chunk: Chunk, axis: int, start: int, stop: int, step: int) -> Chunk | None:
-    """The chunk's elements among `start, start + step, … < stop` of a grid axis, counted in steps; None if none."""
-    low, size = chunk.box.offsets[axis], chunk.box.sizes[axis]
-    first = max(0, -(-(low - start) // step))
-    last = (min(low + size, stop) - 1 - start) // step
-    if min(low + size, stop) <= start or last < first:
+def _common_inner_factors(tensors: Sequence[Tensor], axis: int) -> tuple[int, ...] | None:
+    """The factors, but for the first, that refine those of all tensors on an axis; None where there are none."""
+    runs = {prod(t.factors[axis][place:]) for t in tensors for place in range(1, len(t.factors[axis]))} | {1}
+    ladder = sorted(runs)
+    if any(longer % shorter for shorter, longer in pairwise(ladder)) or any(
+        t.shape[axis] % ladder[-1] for t in tensors
+    ):
         return None
-    extent, strides = chunk.extent, list(chunk.extent.strides)
-    shift = (start + first * step - low) * strides[axis]
-    strides[axis] *= step
-    offsets, sizes = list(chunk.box.offsets), list(chunk.box.sizes)
-    offsets[axis], sizes[axis] = first, last - first + 1
-    extent = Extent(extent.file, extent.offset + shift, tuple(strides), extent.dtype, extent.encoding)
-    return Chunk(Box(tuple(offsets), tuple(sizes)), extent, chunk.rank)
-
-
-def _pick_axes(chunk: Chunk, places: Sequence[int]) -> Chunk:
-    """The chunk with the grid axes at `places`, in that order; axes left out must have one element."""
-    box, extent = chunk.box, chunk.extent
-    picked = Box(tuple([box.offsets[place] for place in places]), tuple([box.sizes[place] for place in places]))
-    strides = tuple([extent.strides[place] for place in places])
-    return Chunk(picked, replace(extent, strides=strides), chunk.rank)
-
-
-def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, tuple[int, ...]]]) -> Iterator[Chunk]:
-    """The chunk cut in pieces: grid axes `first:end` become those of each given (box, byte shift, strides)."""
-    box, extent = chunk.box, chunk.extent
-    for part, shift, strides in boxes:
-        yield Chunk(
-            Box(
-                (*box.offsets[:first], *part.offsets, *box.offsets[end:]),
-                (*box.sizes[:first], *part.sizes, *box.sizes[end:]),
-            ),
-            replace(
-                extent,
-                offset=extent.offset + shift,
-                strides=(*extent.strides[:first], *strides, *extent.strides[end:]),
-            ),
-            chunk.rank,
-        )
-
-
-def _split_axis(chunks: Sequence[Chunk], axis: int, shape: tuple[int, int]) -> tuple[Chunk, ...]:
-    """A grid axis split in two, row-major: each chunk becomes at most three."""
-
-    def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
-        low, size, stride = chunk.box.offsets[axis], chunk.box.sizes[axis], chunk.extent.strides[axis]
-        for box in flat_range_boxes(shape, low, low + size):
-            start = box.offsets[0] * shape[1] + box.offsets[1]
-            yield box, (start - low) * stride, (stride * shape[1], stride)
-
-    return _flatten(chunks, lambda chunk: _rebox(chunk, axis, axis + 1, pieces(chunk)))
-
-
-def _merge_axes(chunks: Sequence[Chunk], grid: Sequence[int], first: int, end: int) -> tuple[Chunk, ...]:
-    """Grid axes `first:end` merged into one, row-major.
-
-    A chunk that is not one run of the merged axis is cut into its runs: this is the one place where boxes can multiply,
-    and it is reached only by reshapes across factors that do not divide each other, and by concatenations of unlike
-    factors.
-    """
-    sizes = grid[first:end]
-
-    def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
-        offsets, counts = chunk.box.offsets[first:end], chunk.box.sizes[first:end]
-        strides = chunk.extent.strides[first:end]
-        # The longest tail of axes that is one run: all but its first axis whole, and evenly spaced in the file.
-        run, inner, step = len(sizes), 1, 0
-        while run > 0:
-            here = run - 1
-            if inner > 1 and counts[here] > 1 and strides[here] != step * inner:
-                break
-            if inner == 1 and counts[here] > 1:
-                step = strides[here]
-            inner *= sizes[here]
-            run -= 1
-            if counts[here] != sizes[here]:
-                break
-        length = prod(counts[run:])
-        for outer in product(*[range(count) for count in counts[:run]]):
-            start = 0
-            for place, size in enumerate(sizes):
-                start = start * size + offsets[place] + (outer[place] if place < run else 0)
-            shift = sum([index * stride for index, stride in zip(outer, strides[:run], strict=True)])
-            yield Box((start,), (length,)), shift, (step,)
-
-    return _flatten(chunks, lambda chunk: _rebox(chunk, first, end, pieces(chunk)))
-
-
-def _flatten(chunks: Sequence[Chunk], cut: Callable[[Chunk], Iterator[Chunk]]) -> tuple[Chunk, ...]:
-    return tuple([piece for chunk in chunks for piece in cut(chunk)])
+    return tuple([longer // shorter for shorter, longer in pairwise(ladder)][::-1])

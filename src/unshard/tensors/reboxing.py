@@ -1,0 +1,111 @@
+"""Chunks on another grid: the steps of which the algebra of tensors is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from unshard.tensors.box import Box, flat_range_boxes, row_major_strides
+from unshard.tensors.chunk import Chunk, Extent
+
+
+def slice_chunk(chunk: Chunk, axis: int, start: int, stop: int, step: int) -> Chunk | None:
+    """The chunk's elements among `start, start + step, … < stop` of a grid axis, counted in steps; None if none."""
+    low, size = chunk.box.offsets[axis], chunk.box.sizes[axis]
+    first = max(0, -(-(low - start) // step))
+    last = (min(low + size, stop) - 1 - start) // step
+    if min(low + size, stop) <= start or last < first:
+        return None
+    extent, strides = chunk.extent, list(chunk.extent.strides)
+    shift = (start + first * step - low) * strides[axis]
+    strides[axis] *= step
+    offsets, sizes = list(chunk.box.offsets), list(chunk.box.sizes)
+    offsets[axis], sizes[axis] = first, last - first + 1
+    extent = Extent(extent.file, extent.offset + shift, tuple(strides), extent.dtype, extent.encoding)
+    return Chunk(Box(tuple(offsets), tuple(sizes)), extent, chunk.rank)
+
+
+def without_empty(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks that have elements. An empty one must not lose the axis, or the length, that makes it empty."""
+    return tuple([chunk for chunk in chunks if 0 not in chunk.box.sizes])
+
+
+def pick_axes(chunk: Chunk, places: Sequence[int]) -> Chunk:
+    """The chunk with the grid axes at `places`, in that order; axes left out must have one element."""
+    box, extent = chunk.box, chunk.extent
+    picked = Box(tuple([box.offsets[place] for place in places]), tuple([box.sizes[place] for place in places]))
+    strides = tuple([extent.strides[place] for place in places])
+    return Chunk(picked, replace(extent, strides=strides), chunk.rank)
+
+
+def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, tuple[int, ...]]]) -> Iterator[Chunk]:
+    """The chunk cut in pieces: grid axes `first:end` become those of each given (box, byte shift, strides)."""
+    box, extent = chunk.box, chunk.extent
+    for part, shift, strides in boxes:
+        yield Chunk(
+            Box(
+                (*box.offsets[:first], *part.offsets, *box.offsets[end:]),
+                (*box.sizes[:first], *part.sizes, *box.sizes[end:]),
+            ),
+            replace(
+                extent,
+                offset=extent.offset + shift,
+                strides=(*extent.strides[:first], *strides, *extent.strides[end:]),
+            ),
+            chunk.rank,
+        )
+
+
+def split_axis(chunks: Sequence[Chunk], axis: int, shape: Sequence[int]) -> tuple[Chunk, ...]:
+    """A grid axis split into several, row-major: each chunk becomes at most 2 x len(shape) - 1."""
+    steps = row_major_strides(shape)
+
+    def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+        low, size, stride = chunk.box.offsets[axis], chunk.box.sizes[axis], chunk.extent.strides[axis]
+        strides = tuple([stride * step for step in steps])
+        for box in flat_range_boxes(shape, low, low + size):
+            start = sum([offset * step for offset, step in zip(box.offsets, steps, strict=True)])
+            yield box, (start - low) * stride, strides
+
+    return _flatten(chunks, lambda chunk: _rebox(chunk, axis, axis + 1, pieces(chunk)))
+
+
+def merge_axes(chunks: Sequence[Chunk], grid: Sequence[int], first: int, end: int) -> tuple[Chunk, ...]:
+    """Grid axes `first:end` merged into one, row-major.
+
+    A chunk that is not one run of the merged axis is cut into its runs: this is the one place where boxes can multiply,
+    and it is reached only by reshapes across factors that do not divide each other, and by concatenations of unlike
+    factors.
+    """
+    sizes = grid[first:end]
+
+    def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
+        offsets, counts = chunk.box.offsets[first:end], chunk.box.sizes[first:end]
+        strides = chunk.extent.strides[first:end]
+        # The longest tail of axes that is one run: all but its first axis whole, and evenly spaced in the file.
+        run, inner, step = len(sizes), 1, 0
+        while run > 0:
+            here = run - 1
+            if inner > 1 and counts[here] > 1 and strides[here] != step * inner:
+                break
+            if inner == 1 and counts[here] > 1:
+                step = strides[here]
+            inner *= sizes[here]
+            run -= 1
+            if counts[here] != sizes[here]:
+                break
+        length = prod(counts[run:])
+        for outer in product(*[range(count) for count in counts[:run]]):
+            start = 0
+            for place, size in enumerate(sizes):
+                start = start * size + offsets[place] + (outer[place] if place < run else 0)
+            shift = sum([index * stride for index, stride in zip(outer, strides[:run], strict=True)])
+            yield Box((start,), (length,)), shift, (step,)
+
+    return _flatten(chunks, lambda chunk: _rebox(chunk, first, end, pieces(chunk)))
+
+
+def _flatten(chunks: Sequence[Chunk], cut: Callable[[Chunk], Iterator[Chunk]]) -> tuple[Chunk, ...]:
+    return tuple([piece for chunk in chunks for piece in cut(chunk)])
