@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _SAMPLE = 1024
 """Elements compared at each end of a parameter."""
+_GLANCE = 64
+"""Elements that are looked at before the ends are read."""
 _MAX_DISTANCE = 0.5
 """Relative distance below which values are the same parameter, trained; unrelated weights are at about 1.4."""
 _MAX_STEPS = 20_000
@@ -97,12 +99,16 @@ class _Search:
     def _candidates(self, start: int, used: Sequence[str]) -> list[str]:
         """The unused parameters that fit the values at `start`, the most alike first."""
         found: list[tuple[float, str]] = []
+        first = _read(self.flat.slice(0, start, min(start + _GLANCE, self.flat.size)), self.roots)
         for name, size in self.sizes.items():
-            if name not in used and start + size <= self.flat.size:
-                self.steps += 1
-                distance = _distance(_ends_of(self.flat, start, size, self.roots), self._ends_of_reference(name))
-                if distance < _MAX_DISTANCE:
-                    found.append((distance, name))
+            expected = self._ends_of_reference(name)
+            seen = min(size, len(first), _GLANCE)
+            if name in used or start + size > self.flat.size or _distance(first[:seen], expected[:seen]) > 1:
+                continue
+            self.steps += 1
+            distance = _distance(_ends_of(self.flat, start, size, self.roots), expected)
+            if distance < _MAX_DISTANCE:
+                found.append((distance, name))
         return [name for _, name in sorted(found)]
 
     def _ends_of_reference(self, name: str) -> Values:
