@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,6 +50,9 @@ class Registered:
 
 
 _FUNCTIONS: dict[str, Registered] = {}
+
+PROVIDERS = ("unshard.adapters.functions",)
+"""Modules that register functions when they are imported: a plan may come from a file, before anyone else did."""
 
 
 def register(name: str, *, footprint: int = DEFAULT_FOOTPRINT) -> Callable[[Function], Function]:
@@ -110,6 +114,9 @@ def compute_whole(computed: Computed, inputs: Sequence[Array]) -> Array:
 
 
 def _find(name: str) -> Registered:
+    if name not in _FUNCTIONS:
+        for provider in PROVIDERS:
+            import_module(provider)
     try:
         return _FUNCTIONS[name]
     except KeyError:
