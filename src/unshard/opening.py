@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Note, Shape
-from unshard.errors import UsageError
+from unshard.errors import UnshardError, UsageError
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import find_assets
 from unshard.formats.huggingface.reader import HuggingFace
+from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
 from unshard.options import MergeOptions
 
@@ -94,9 +95,13 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
         assets = tuple([asset for asset in assets if asset.path == "config.json"])
         assets += tuple([asset for asset in checkpoint.assets if asset.path != "config.json"])
     note = Note(f"config and side files come from `{place}`")
+    problems: list[UnshardError] = []
+    adapter = read_adapter_facts([directory], problems) or checkpoint.adapter
     return replace(
         checkpoint,
         config=config,
+        adapter=adapter,
+        problems=(*checkpoint.problems, *problems),
         assets=assets,
         roots={**checkpoint.roots, CONFIG_ROOT: directory},
         notes=(*checkpoint.notes, note),

@@ -13,7 +13,14 @@ from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
 
 _ROOT = "assets"
 _HUGGINGFACE = "huggingface"
-_ADAPTER_FILES = ("lora_train_meta.json", "adapter_config.json", "lora_adapter/adapter_config.json")
+_ADAPTER_FILES = (
+    "adapter_config.json",
+    f"{_HUGGINGFACE}/adapter_config.json",
+    "lora_adapter/adapter_config.json",
+    "lora_train_meta.json",
+)
+"""Where facts of an adapter lie, the fullest first: PEFT's own file (beside the ranks, or as verl saves it), verl's few."""
+_ADAPTER_FACTS = ("r", "lora_alpha", "task_type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,7 @@ class Surroundings:
     """Files around a checkpoint.
 
     config, assets: of the model; `roots` holds the place that the assets' files are relative to.
-    adapter:        `lora_train_meta.json` (verl) or a PEFT `adapter_config.json`, parsed.
+    adapter:        a PEFT `adapter_config.json` or verl's `lora_train_meta.json`, parsed.
     problems:       files that are there but malformed.
     """
 
@@ -51,8 +58,20 @@ def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
         except FormatError as error:
             problems.append(error)
         break
-    adapter = read_first_json([directory / name for directory in directories for name in _ADAPTER_FILES], problems)
+    adapter = read_adapter_facts(directories, problems)
     return Surroundings(config, assets, roots, adapter, tuple(problems))
+
+
+def read_adapter_facts(directories: Sequence[Path], problems: list[UnshardError]) -> dict[str, Any] | None:
+    """What the first file with facts of an adapter says; where it is silent on alpha, or says 0, a later one is heard."""
+    facts: dict[str, Any] | None = None
+    for path in [directory / name for directory in directories for name in _ADAPTER_FILES]:
+        found = read_first_json([path], problems)
+        if facts is None:
+            facts = found
+        elif found:
+            facts |= {key: found[key] for key in _ADAPTER_FACTS if not facts.get(key) and found.get(key)}
+    return facts
 
 
 def read_first_json(paths: Sequence[Path], problems: list[UnshardError]) -> dict[str, Any] | None:
