@@ -206,23 +206,25 @@ def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> 
             result.add(name, value, (name,))
             continue
         rule, bindings = found
-        if misfit := rule.misfit(value, sizes):
-            misfits.append(misfit)
+        try:
+            parts = _take_apart(rule, value, sizes)
+        except ValueError as misfit:
+            misfits.append(str(misfit))
             result.explained.update(_names_of_parts(rule, value, bindings, sizes))
-        elif not rule.steps:
-            result.add(rule.part_name((), bindings), value, (name,))
-        else:
-            try:
-                pieces = rule.split(value)
-            except ValueError as error:
-                misfits.append(str(error))
-                pieces = {}
-            for key, piece in pieces.items():
-                result.add(rule.part_name(key, bindings), piece, (name,))
+            continue
+        for key, piece in parts.items():
+            result.add(rule.part_name(key, bindings), piece, (name,))
     if misfits:
-        message = f"{len(misfits)} tensors do not fit the model's configuration:\n  " + "\n  ".join(misfits)
+        message = "tensors that do not fit the model's configuration:\n  " + "\n  ".join(misfits)
         result.problems.append(ModelError(message, hint="does this config.json belong to these weights? see --config"))
     return result
+
+
+def _take_apart(rule: Rule, value: Value, sizes: Sizes) -> Parts:
+    """The parts of a whole. Raises ValueError for one that does not fit the config, or that cannot be cut so."""
+    if misfit := rule.misfit(value, sizes):
+        raise ValueError(misfit)
+    return rule.split(value)
 
 
 def join(tensors: Mapping[str, Value], rules: Sequence[Rule], wanted: frozenset[str] | None = None) -> Rewritten:

@@ -31,6 +31,11 @@ def summarize(names: Iterable[str]) -> dict[str, int]:
     return lines
 
 
+def count_tensors(number: int) -> str:
+    """A number of tensors in words."""
+    return "1 tensor" if number == 1 else f"{number} tensors"
+
+
 def outline(name: str) -> str:
     """A name, or a line of `summarize`, with each number or range replaced by `#`."""
     return _NUMBER_OR_RANGE.sub("#", name)

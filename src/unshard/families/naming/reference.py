@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unshard.checkpoint import Checkpoint
@@ -26,22 +26,21 @@ def follow(draft: Draft, reference: Checkpoint, rules: Sequence[Rule], config: M
     reference stores is written again from the embedding. Names that only one side has, and shapes that differ, are
     problems.
     """
-    wanted = frozenset(reference.tensors)
-    absent = wanted.difference(draft.tensors)
-    if absent:
-        joined = join(draft.tensors, rules, absent)
-        draft.problems += joined.problems
-        draft.replace(joined.tensors, joined.origins)
-    _repeat_tied_head(draft, wanted, config)
     expected = {name: tensor.shape for name, tensor in reference.tensors.items()}
+    shapes = {name: value.shape for name, value in draft.tensors.items()}
+    joined = join(draft.tensors, rules, frozenset([name for name in expected if shapes.get(name) != expected[name]]))
+    draft.problems += joined.problems
+    draft.replace(joined.tensors, joined.origins)
+    changed = tuple([name for name, value in joined.tensors.items() if value.shape != shapes.get(name)])
+    if changed:
+        draft.note("tensors were named and packed as in the reference model", changed)
+    _repeat_tied_head(draft, expected, config)
     draft.problems += compare(draft.tensors, expected, f"the reference model {_place(reference)}", ways_out=_WAYS_OUT)
-    if len(joined_names := [name for name in draft.tensors if name in absent]) > 0:
-        draft.note("tensors were named and packed as in the reference model", tuple(joined_names))
     draft.family = f"the reference model {_place(reference)}"
     draft.layout = {name: path for name, tensor in reference.tensors.items() if (path := _file_of(tensor))}
 
 
-def _repeat_tied_head(draft: Draft, wanted: frozenset[str], config: Mapping[str, Any]) -> None:
+def _repeat_tied_head(draft: Draft, wanted: Collection[str], config: Mapping[str, Any]) -> None:
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head in wanted and head not in draft.tensors and embedding in draft.tensors and is_tied(config):
         draft.tensors[head] = draft.tensors[embedding].rename(head)

@@ -1,0 +1,492 @@
+"""Naming: wrappers, renames, ties, heads and the comparison with the architecture. Tensors here are outlines only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from unshard.checkpoint import Checkpoint
+from unshard.dtypes import BF16
+from unshard.errors import ModelError, UsageError
+from unshard.families import expected_shapes, name_model
+from unshard.model import Model
+from unshard.options import MergeOptions
+from unshard.tensors import Computed, SourceFile, Tensor, Value, contiguous_chunk
+
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 12,
+    "vocab_size": 20,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+TIED = {**QWEN2, "tie_word_embeddings": True}
+MOE: dict[str, Any] = {
+    **QWEN2,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 4,
+    "num_experts": 3,
+    "moe_intermediate_size": 5,
+}
+VISION: dict[str, Any] = {
+    "model_type": "qwen2_vl",
+    "text_config": {key: value for key, value in QWEN2.items() if key not in ("model_type", "architectures")},
+    "vision_config": {"depth": 1, "embed_dim": 4, "hidden_size": 8, "mlp_ratio": 2, "patch_size": 2},
+}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def outlines(shapes: Mapping[str, tuple[int, ...]] | None) -> dict[str, Value]:
+    """Tensors of these names and shapes without places, in this order."""
+    assert shapes is not None
+    return {name: Tensor(name, BF16, shape, ()) for name, shape in shapes.items()}
+
+
+def outline(name: str, *shape: int) -> dict[str, Value]:
+    return outlines({name: shape})
+
+
+def running(config: dict[str, Any]) -> dict[str, Value]:
+    """What a checkpoint of the running model holds."""
+    return outlines(expected_shapes(config))
+
+
+def prefixed(tensors: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    return {prefix + name: value.rename(prefix + name) for name, value in tensors.items()}
+
+
+def name(tensors: Mapping[str, Value], config: dict[str, Any] | None, reference: Checkpoint | None = None,
+         **options: Any) -> Model:  # fmt: skip
+    return name_model(tensors, config, MergeOptions(**options), reference)
+
+
+def texts(model: Model) -> str:
+    return "\n".join([note.text for note in model.notes])
+
+
+def the_problem(model: Model) -> ModelError:
+    assert len(model.problems) == 1, [problem.message for problem in model.problems]
+    problem = model.problems[0]
+    assert isinstance(problem, ModelError)
+    return problem
+
+
+class TestWrappers:
+    def test_wrapper_modules_are_taken_off_anywhere(self) -> None:
+        wrapped = {}
+        for key, value in running(QWEN2).items():
+            inner = key.replace("layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.")
+            wrapped["_orig_mod._fsdp_wrapped_module." + inner] = value
+        model = name(wrapped, QWEN2)
+        assert not model.problems
+        assert list(model.tensors) == list(running(QWEN2))
+        assert all(value.name == key for key, value in model.tensors.items())
+        assert "_fsdp_wrapped_module, _checkpoint_wrapped_module, _orig_mod" in texts(model)
+
+    @pytest.mark.parametrize("prefix", ["module.", "model.", "module.model.", "policy."])
+    @pytest.mark.parametrize("config", [QWEN2, TIED], ids=["untied", "tied"])
+    def test_one_level_of_wrapping_model_is_taken_off(self, prefix: str, config: dict[str, Any]) -> None:
+        model = name(prefixed(running(config), prefix), config)
+        assert not model.problems
+        assert list(model.tensors) == list(running(config))
+        assert "taken off" in texts(model)
+
+    def test_no_level_is_taken_off_that_the_model_has_itself(self) -> None:
+        assert list(name(running(TIED), TIED).tensors) == list(running(TIED))
+        unknown = {**TIED, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
+        assert list(name(running(TIED), unknown).tensors) == list(running(TIED))
+
+    def test_an_extra_level_of_an_unknown_model_is_told_by_its_head(self) -> None:
+        unknown = {**QWEN2, "model_type": "novel"}
+        model = name(prefixed(running(QWEN2), "model."), unknown)
+        assert list(model.tensors) == list(running(QWEN2))
+
+    def test_names_that_collide_without_wrappers_are_a_problem(self) -> None:
+        twice = {**running(QWEN2), **outline("_fsdp_wrapped_module.model.norm.weight", 8)}
+        assert "both model.norm.weight" in the_problem(name(twice, QWEN2)).message
+
+
+class TestRenames:
+    def test_packed_experts_are_taken_apart_in_place(self) -> None:
+        model = name(running(MOE), MOE)
+        assert not model.problems
+        names = list(model.tensors)
+        at = names.index("model.layers.1.mlp.experts.0.gate_proj.weight")
+        assert [key.removeprefix("model.layers.1.mlp.") for key in names[at : at + 10]] == [
+            *[f"experts.{expert}.{part}_proj.weight" for expert in range(3) for part in ("gate", "up")],
+            *[f"experts.{expert}.down_proj.weight" for expert in range(3)],
+            "gate.weight",
+        ]
+        assert model.tensors["model.layers.1.mlp.experts.2.up_proj.weight"].shape == (5, 8)
+
+    def test_checkpoints_of_transformers_4_and_mixtures_need_nothing(self) -> None:
+        apart = dict(name(running(MOE), MOE).tensors)
+        assert list(name(apart, MOE).tensors) == list(apart)
+        packed = {key: value for key, value in running(MOE).items() if "layers.0" in key}
+        mixed = {key: value for key, value in apart.items() if "layers.0" not in key} | packed
+        model = name(mixed, MOE)
+        assert not model.problems
+        assert set(model.tensors) == set(apart)
+
+    def test_transformers_4_defined_experts_one_by_one(self) -> None:
+        shapes = expected_shapes({**MOE, "transformers_version": "4.57.6"})
+        assert shapes is not None
+        names = [key for key in shapes if "layers.0.mlp" in key]
+        assert names[:4] == [
+            "model.layers.0.mlp.gate.weight",
+            "model.layers.0.mlp.experts.0.gate_proj.weight",
+            "model.layers.0.mlp.experts.0.up_proj.weight",
+            "model.layers.0.mlp.experts.0.down_proj.weight",
+        ]
+        assert set(shapes) == set(name(running(MOE), MOE).tensors)
+
+    def test_experts_that_do_not_fit_the_config_are_told_once_per_packed_tensor(self) -> None:
+        model = name(running(MOE), {**MOE, "num_experts": 4})
+        packed, gates = model.problems
+        assert "do not fit the model's configuration" in packed.message
+        assert "experts.gate_up_proj has shape [3, 10, 8], not [4, 10, 8]" in packed.message
+        assert "model.layers.[0-1].mlp.gate.weight (2 tensors): shape [3, 8], expected [4, 8]" in gates.message
+
+    def test_vision_names_become_those_of_the_hub(self) -> None:
+        model = name(running(VISION), VISION)
+        assert not model.problems
+        assert model.family == "Qwen2VLForConditionalGeneration"
+        assert "visual.blocks.0.attn.qkv.weight" in model.tensors
+        assert "model.layers.0.self_attn.q_proj.bias" in model.tensors
+
+    @pytest.mark.parametrize(("version", "transposed"), [("5.1.0", True), ("4.57.1", False)])
+    def test_experts_of_qwen3_vl_moe_are_transposed_back(self, version: str, transposed: bool) -> None:
+        sizes = {"num_experts": 3, "moe_intermediate_size": 5, "hidden_size": 8}
+        config = {"model_type": "qwen3_vl_moe", "text_config": sizes, "transformers_version": version}
+        at = "model.language_model.layers.0.mlp.experts."
+        new = outlines({at + "gate_up_proj": (3, 10, 8), at + "down_proj": (3, 8, 5)})
+        hub = {at + "gate_up_proj": (3, 8, 10), at + "down_proj": (3, 5, 8)}
+        assert {key: value.shape for key, value in name(new, config).tensors.items()} == hub
+        assert {key: value.shape for key, value in name(outlines(hub), config).tensors.items()} == hub
+        square = {**config, "text_config": {**sizes, "hidden_size": 10}}
+        file = SourceFile("source", "f")
+        chunk = contiguous_chunk(file, 0, (3, 10, 10), BF16)
+        tensor = Tensor(at + "gate_up_proj", BF16, (3, 10, 10), (chunk,))
+        result = name({tensor.name: tensor}, square).tensors[tensor.name]
+        assert isinstance(result, Tensor)
+        assert (result.chunks[0].extent.strides != chunk.extent.strides) == transposed
+
+    def test_a_type_that_no_family_describes_still_merges_and_says_so(self) -> None:
+        config = {**MOE, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+        model = name({**running(MOE), **outline("model.layers.9.hnorm.weight", 8)}, config)
+        assert not model.problems
+        assert model.family is None
+        assert "model.layers.0.mlp.experts.2.down_proj.weight" in model.tensors
+        warning = next(note for note in model.notes if note.level == "warning")
+        assert "no family describes DeepseekV3ForCausalLM" in warning.text
+
+    def test_a_computed_tensor_that_cannot_be_cut_is_a_problem(self) -> None:
+        tensors = running(MOE)
+        for key, shape in (("model.norm.weight", (8,)), ("model.layers.0.mlp.experts.down_proj", (3, 8, 5))):
+            tensors[key] = Computed(key, BF16, shape, "lora_fuse", {}, (), ())
+        problem = the_problem(name(tensors, MOE))
+        assert "model.layers.0.mlp.experts.down_proj: `lora_fuse` cannot" in problem.message
+
+
+class TestComparison:
+    def test_all_unknown_missing_and_misshapen_names_are_told_at_once(self) -> None:
+        tensors = running(QWEN2)
+        for layer in range(2):
+            value = tensors.pop(f"model.layers.{layer}.self_attn.q_proj.weight")
+            tensors[f"model.layers.{layer}.self_attn.q.weight"] = value
+        tensors["model.layers.1.mlp.down_proj.weight"] = Tensor("", BF16, (12, 8), ())
+        tensors |= outline("surplus", 3)
+        unknown, missing, misshapen = name(tensors, QWEN2).problems
+        assert "3 tensors unknown to Qwen2ForCausalLM" in unknown.message
+        assert "model.layers.[0-1].self_attn.q.weight (2 tensors), close to" in unknown.message
+        assert "surplus" in unknown.message
+        assert "--names stored" in str(unknown)
+        assert "model.layers.[0-1].self_attn.q_proj.weight (2 tensors)" in missing.message
+        assert "model.layers.1.mlp.down_proj.weight: shape [12, 8], expected [8, 12]" in misshapen.message
+
+    def test_names_that_are_no_full_grid_are_told_one_by_one(self) -> None:
+        tensors = running(MOE)
+        del tensors["model.layers.0.input_layernorm.weight"], tensors["model.layers.1.post_attention_layernorm.weight"]
+        message = the_problem(name(tensors, MOE)).message
+        assert "model.layers.0.input_layernorm.weight" in message
+        assert "model.layers.1.post_attention_layernorm.weight" in message
+
+    def test_a_resized_vocabulary_is_told_with_both_numbers(self) -> None:
+        tensors = {**running(QWEN2), **outline(EMBEDDING, 24, 8), **outline(HEAD, 24, 8)}
+        problem = the_problem(name(tensors, QWEN2))
+        assert "vocab_size 20" in problem.message
+        assert f"{EMBEDDING} has 24 rows and {HEAD} has 24 rows" in problem.message
+
+    def test_recomputed_buffers_are_left_out_and_named(self) -> None:
+        buffers = {
+            "model.rotary_emb.inv_freq": (2,),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": (2,),
+            "model.layers.0.attn.bias": (1, 1, 4, 4),
+            "model.layers.0.attn.masked_bias": (),
+        }
+        model = name({**running(QWEN2), **outlines(buffers)}, QWEN2)
+        assert not model.problems
+        assert list(model.tensors) == list(running(QWEN2))
+        assert set(model.dropped) == set(buffers)
+        assert model.notes[-1].tensors == tuple(buffers)
+
+    def test_a_parameter_called_like_a_mask_is_kept(self) -> None:
+        config = {**QWEN2, "model_type": "novel"}
+        assert "h.0.attn.bias" in name(outline("h.0.attn.bias", 8), config).tensors
+
+    def test_persistent_buffers_of_an_own_making_are_unknown_names(self) -> None:
+        problem = the_problem(name({**running(QWEN2), **outline("model.my_scale", 1)}, QWEN2))
+        assert "model.my_scale" in problem.message
+
+    @pytest.mark.parametrize("value", [None, "many", -1, True, 1 << 60])
+    def test_a_config_without_a_needed_size_is_a_problem(self, value: object) -> None:
+        problem = the_problem(name(running(QWEN2), {**QWEN2, "intermediate_size": value}))
+        assert "intermediate_size" in problem.message
+
+    def test_a_config_that_asks_for_endless_layers_is_refused(self) -> None:
+        problem = the_problem(name(running(QWEN2), {**QWEN2, "num_hidden_layers": 1 << 40}))
+        assert "more than 1000000 parameters" in problem.message
+
+    def test_head_counts_of_the_command_line_fill_gaps(self) -> None:
+        config = {key: value for key, value in QWEN2.items() if key != "num_attention_heads"}
+        problem = the_problem(name(running(QWEN2), config))
+        assert "num_attention_heads" in problem.message
+        assert "--num-attention-heads" in str(problem.hint)
+        assert not name(running(QWEN2), config, attention_heads=2).problems
+
+    def test_head_counts_that_contradict_the_config_are_an_error(self) -> None:
+        (problem,) = name(running(QWEN2), QWEN2, attention_heads=4, key_value_heads=1).problems
+        assert isinstance(problem, UsageError)
+        assert problem.message == "--num-attention-heads 4 contradicts config.json, which says num_attention_heads 2"
+
+
+class TestTies:
+    def both(self, config: dict[str, Any]) -> dict[str, Value]:
+        return {**running(config), **outline(HEAD, 20, 8)}
+
+    def test_a_tied_head_is_left_out_under_the_claim_that_it_equals_the_embedding(self) -> None:
+        model = name(self.both(TIED), TIED)
+        assert not model.problems
+        assert HEAD not in model.tensors
+        assert model.dropped == {HEAD: f"tied to {EMBEDDING}"}
+        (claim,) = model.claims
+        assert (claim.left.name, claim.right.name) == (HEAD, EMBEDDING)
+        assert "--tie-word-embedding" in str(claim.hint)
+        assert "--untie-word-embedding" in str(claim.hint)
+
+    def test_the_way_out_that_ties_makes_no_claim(self) -> None:
+        model = name(self.both(TIED), TIED, tie_embeddings=True)
+        assert HEAD not in model.tensors
+        assert not model.claims
+        assert not model.config_changes
+
+    def test_the_way_out_that_unties_keeps_both_and_says_so_in_the_config(self) -> None:
+        model = name(self.both(TIED), TIED, tie_embeddings=False)
+        assert not model.problems
+        assert {HEAD, EMBEDDING} <= set(model.tensors)
+        assert not model.claims
+        assert model.config_changes == {"tie_word_embeddings": False}
+
+    def test_nested_configs_are_untied_in_both_places(self) -> None:
+        config = {**VISION, "text_config": {**VISION["text_config"], "tie_word_embeddings": True}}
+        model = name(self.both(config), config, tie_embeddings=False)
+        assert model.config_changes["tie_word_embeddings"] is False
+        assert model.config_changes["text_config"]["tie_word_embeddings"] is False
+
+    def test_an_untied_model_without_head_is_a_problem_with_a_way_out(self) -> None:
+        problem = the_problem(name(running(TIED), QWEN2))
+        assert HEAD in problem.message
+        assert "--tie-word-embedding" in str(problem.hint)
+        model = name(running(TIED), QWEN2, tie_embeddings=True)
+        assert not model.problems
+        assert model.config_changes == {"tie_word_embeddings": True}
+
+    def test_tying_an_untied_model_by_request_claims_equality(self) -> None:
+        model = name(running(QWEN2), QWEN2, tie_embeddings=True)
+        assert HEAD not in model.tensors
+        assert len(model.claims) == 1
+        assert model.config_changes == {"tie_word_embeddings": True}
+
+    def test_a_tied_model_stored_under_the_head_alone_gets_its_embedding(self) -> None:
+        tensors = {HEAD if key == EMBEDDING else key: value for key, value in running(TIED).items()}
+        model = name(tensors, TIED)
+        assert not model.problems
+        assert EMBEDDING in model.tensors
+        assert HEAD not in model.tensors
+
+    def test_untying_what_is_stored_once_is_an_error(self) -> None:
+        (problem,) = name(running(TIED), TIED, tie_embeddings=False).problems
+        assert isinstance(problem, UsageError)
+
+    def test_types_that_tie_by_default_are_tied_without_a_word_in_the_config(self) -> None:
+        config = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+        tensors = outlines({EMBEDDING: (20, 8), HEAD: (20, 8)})
+        assert HEAD not in name(tensors, config).tensors
+        assert HEAD in name(tensors, {**config, "tie_word_embeddings": False}).tensors
+        assert HEAD in name(tensors, {**config, "model_type": "novel"}).tensors
+
+    def test_an_adapter_fused_into_one_of_both_is_a_problem(self) -> None:
+        tensors = self.both(TIED)
+        tensors[HEAD] = Computed(HEAD, BF16, (20, 8), "lora_fuse", {}, (), ())
+        assert "adapter" in the_problem(name(tensors, TIED)).message
+
+
+class TestHeads:
+    CRITIC: ClassVar[dict[str, Any]] = {
+        **QWEN2,
+        "architectures": ["Qwen2ForTokenClassification"],
+        "id2label": {"0": "LABEL_0"},
+    }
+
+    def test_a_critic_comes_out_with_its_head(self) -> None:
+        model = name(running(self.CRITIC), self.CRITIC, value_model=True)
+        assert not model.problems
+        assert model.family == "Qwen2ForTokenClassification"
+        assert not model.config_changes
+
+    def test_a_critic_whose_config_is_of_the_language_model_becomes_loadable(self) -> None:
+        model = name(running(self.CRITIC), TIED)
+        assert not model.problems
+        assert model.family == "Qwen2ForTokenClassification"
+        assert model.config_changes == {"architectures": ["Qwen2ForTokenClassification"], "num_labels": 1}
+        assert "architectures becomes Qwen2ForTokenClassification (was Qwen2ForCausalLM)" in texts(model)
+
+    def test_a_score_head_without_bias_is_a_sequence_classifier(self) -> None:
+        tensors = running(self.CRITIC)
+        del tensors["score.bias"]
+        model = name(tensors, QWEN2)
+        assert not model.problems
+        assert model.config_changes["architectures"] == ["Qwen2ForSequenceClassification"]
+
+    def test_labels_that_do_not_fit_are_replaced(self) -> None:
+        config = {**self.CRITIC, "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+        model = name(running(self.CRITIC), config)
+        assert not model.problems
+        assert model.config_changes == {"num_labels": 1, "id2label": None, "label2id": None}
+
+    def test_a_value_head_of_trl_stays_beside_the_model(self) -> None:
+        tensors = prefixed(running(QWEN2), "pretrained_model.")
+        tensors |= outlines({"v_head.summary.weight": (1, 8), "v_head.summary.bias": (1,)})
+        model = name(tensors, QWEN2, value_model=True)
+        assert not model.problems
+        assert list(model.tensors) == [*running(QWEN2), "v_head.summary.weight", "v_head.summary.bias"]
+        assert "v_head" in texts(model)
+
+    def test_a_value_model_without_value_head_is_a_problem(self) -> None:
+        problem = the_problem(name(running(QWEN2), QWEN2, value_model=True))
+        assert "there is no value head" in problem.message
+
+    def test_an_unknown_critic_becomes_loadable_too(self) -> None:
+        config = {**QWEN2, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
+        model = name(running(self.CRITIC), config)
+        assert model.config_changes["architectures"] == ["NovelForTokenClassification"]
+
+
+class TestChoices:
+    def test_without_a_config_it_stops_and_says_how_to_go_on(self) -> None:
+        problem = the_problem(name(running(QWEN2), None))
+        assert "no config.json" in problem.message
+        assert "--config DIR" in str(problem.hint)
+        assert "--weights-only" in str(problem.hint)
+
+    @pytest.mark.parametrize("config", [None, TIED])
+    def test_weights_only_keeps_all_names_and_ties_nothing(self, config: dict[str, Any] | None) -> None:
+        tensors = {**prefixed(running(TIED), "_orig_mod."), **outline(HEAD, 20, 8)}
+        model = name(tensors, config, weights_only=True)
+        assert not model.problems
+        assert list(model.tensors) == list(tensors)
+        assert "nothing was tied" in texts(model)
+
+    def test_stored_names_are_kept_exactly(self) -> None:
+        tensors = {**prefixed(running(MOE), "_orig_mod."), **outline("surplus", 3)}
+        model = name(tensors, MOE, names="stored")
+        assert not model.problems
+        assert list(model.tensors) == list(tensors)
+        assert model.family is None
+
+    def test_a_directory_without_a_model_is_an_error(self) -> None:
+        (problem,) = name(running(QWEN2), QWEN2, names="elsewhere").problems
+        assert isinstance(problem, UsageError)
+
+
+def reference_of(tensors: Mapping[str, Value], config: dict[str, Any] | None = None) -> Checkpoint:
+    """A Hugging Face directory of two files, every other tensor in the second."""
+    placed = {}
+    for number, (key, value) in enumerate(tensors.items()):
+        chunk = contiguous_chunk(SourceFile("source", f"model-{number % 2}.safetensors"), 0, value.shape, BF16)
+        placed[key] = Tensor(key, BF16, value.shape, (chunk,))
+    return Checkpoint("huggingface", "a reference", {"source": Path("/reference")}, placed, config)
+
+
+class TestReference:
+    def follow(self, tensors: Mapping[str, Value], config: dict[str, Any], reference: Checkpoint) -> Model:
+        return name(tensors, config, reference, names="/reference")
+
+    @pytest.mark.parametrize("stored", ["packed", "apart"])
+    @pytest.mark.parametrize("wanted", ["packed", "apart"])
+    def test_experts_are_packed_as_in_the_reference(self, stored: str, wanted: str) -> None:
+        forms = {"packed": running(MOE), "apart": dict(name(running(MOE), MOE).tensors)}
+        model = self.follow(forms[stored], MOE, reference_of(forms[wanted]))
+        assert not model.problems
+        assert {key: value.shape for key, value in model.tensors.items()} == {
+            key: value.shape for key, value in forms[wanted].items()
+        }
+        assert model.layout is not None
+        assert model.layout == {key: f"model-{number % 2}.safetensors" for number, key in enumerate(forms[wanted])}
+        assert model.family == "the reference model /reference"
+
+    def test_names_of_the_running_model_are_followed_too(self) -> None:
+        model = self.follow(running(VISION), VISION, reference_of(running(VISION)))
+        assert not model.problems
+        assert set(model.tensors) == set(running(VISION))
+
+    def test_missing_extra_and_misshapen_names_are_told_at_once(self) -> None:
+        other = {**running(QWEN2), **outline("surplus", 3), **outline("model.norm.weight", 9)}
+        stored = {**running(QWEN2), **outline("other", 1)}
+        unknown, missing, misshapen = self.follow(stored, QWEN2, reference_of(other)).problems
+        assert "other" in unknown.message
+        assert "surplus" in missing.message
+        assert "model.norm.weight: shape [8], expected [9]" in misshapen.message
+
+    def test_a_tied_head_is_written_where_the_reference_has_it(self) -> None:
+        reference = reference_of({**running(TIED), **outline(HEAD, 20, 8)})
+        for stored in (running(TIED), {**running(TIED), **outline(HEAD, 20, 8)}):
+            model = self.follow(stored, TIED, reference)
+            assert not model.problems
+            assert HEAD in model.tensors
+            assert HEAD not in model.dropped
+
+    def test_the_config_of_the_reference_serves_where_there_is_none(self) -> None:
+        reference = reference_of(running(QWEN2), QWEN2)
+        assert not name(running(QWEN2), None, reference, names="/reference").problems
+
+    def test_buffers_that_the_reference_holds_are_kept(self) -> None:
+        tensors = {**running(QWEN2), **outline("model.rotary_emb.inv_freq", 2)}
+        assert "model.rotary_emb.inv_freq" in self.follow(tensors, QWEN2, reference_of(tensors)).tensors
+
+
+def test_shapes_are_expected_of_known_families_only() -> None:
+    assert expected_shapes(None) is None
+    assert expected_shapes({**QWEN2, "model_type": "novel"}) is None
+    assert expected_shapes({**QWEN2, "architectures": ["Qwen2ForSomethingElse"]}) is None
+    with pytest.raises(ModelError, match="vocab_size"):
+        expected_shapes({key: value for key, value in QWEN2.items() if key != "vocab_size"})
+
+
+def test_tensors_keep_their_places_under_their_new_names() -> None:
+    tensors = running(QWEN2)
+    value = tensors["model.norm.weight"]
+    assert isinstance(value, Tensor)
+    chunk = contiguous_chunk(SourceFile("source", "rank_0.pt"), 64, (8,), BF16, rank=0)
+    tensors["model.norm.weight"] = replace(value, chunks=(chunk,))
+    result = name(prefixed(tensors, "module."), QWEN2).tensors["model.norm.weight"]
+    assert result == replace(value, chunks=(chunk,))
