@@ -92,6 +92,7 @@ def complete_config(recorded: Recorded, shown: Shown) -> Completion:
     _set_targets(completion, shown)
     _set_variants(completion, shown)
     config = completion.config
+    config.pop("runtime_config", None)  # verl dumps it; PEFT never writes it, and cannot load it
     config["task_type"] = recorded.task_type or _task_type(shown.architecture)
     config["inference_mode"] = True
     for key, value in DEFAULTS.items():

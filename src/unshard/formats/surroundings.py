@@ -19,7 +19,7 @@ _ADAPTER_FILES = (
     "lora_adapter/adapter_config.json",
     "lora_train_meta.json",
 )
-"""Where facts of an adapter lie, the fullest first: PEFT's own file (beside the ranks, or as verl saves it), verl's few."""
+"""Where facts of an adapter lie, the fullest first: PEFT's own file, also where verl saves it, then verl's few."""
 _ADAPTER_FACTS = ("r", "lora_alpha", "task_type")
 
 
@@ -63,7 +63,7 @@ def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
 
 
 def read_adapter_facts(directories: Sequence[Path], problems: list[UnshardError]) -> dict[str, Any] | None:
-    """What the first file with facts of an adapter says; where it is silent on alpha, or says 0, a later one is heard."""
+    """What the first file with facts of an adapter says; a later one is heard where it is silent, or says alpha is 0."""
     facts: dict[str, Any] | None = None
     for path in [directory / name for directory in directories for name in _ADAPTER_FILES]:
         found = read_first_json([path], problems)

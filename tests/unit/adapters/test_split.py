@@ -180,6 +180,11 @@ def test_recorded_config_is_kept_but_for_what_the_tensors_contradict() -> None:
     assert [text.split()[1] for text in corrected] == ["r", "target_modules", "use_dora"]
 
 
+def test_fields_that_peft_cannot_load_are_left_out() -> None:
+    told = META | {"peft_type": "LORA", "runtime_config": {"ephemeral_gpu_offload": False}}
+    assert "runtime_config" not in divide(peft_model({Q: 4}), told).adapters[0].config
+
+
 def test_recorded_config_that_fits_is_kept_silently() -> None:
     told = META | {"peft_type": "LORA", "target_modules": r".*\.(q|v)_proj", "rank_pattern": {"layers.1": 9}}
     result = divide(peft_model({Q: 4}, plain=("model.layers.0.mlp.up_proj",)), told)
