@@ -63,7 +63,7 @@ def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
 
 
 def read_adapter_facts(directories: Sequence[Path], problems: list[UnshardError]) -> dict[str, Any] | None:
-    """What the first file with facts of an adapter says; a later one is heard where it is silent, or says alpha is 0."""
+    """What the first file with facts of an adapter says; a later one where it is silent, or alpha is 0."""
     facts: dict[str, Any] | None = None
     for path in [directory / name for directory in directories for name in _ADAPTER_FILES]:
         found = read_first_json([path], problems)
