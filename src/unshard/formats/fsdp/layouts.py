@@ -62,7 +62,7 @@ def find_rank_files(directory: Path) -> list[RankFiles]:
         group = groups.setdefault((order, pattern), RankFiles(pattern, layout, world))
         if group.ranks.setdefault(rank, path) != path:
             group.doubles.append((rank, path))
-    return [groups[key] for key in sorted(groups)]
+    return [groups[key] for key in sorted(groups) if _is_group(groups[key])]
 
 
 def group_of(file: Path) -> RankFiles | None:
@@ -83,6 +83,11 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     words = ", ".join([f"{low}-{high}" if high > low else f"{low}" for low, high in spans])
     return f"{'rank' if len(spans) == 1 and spans[0][0] == spans[0][1] else 'ranks'} {words}"
+
+
+def _is_group(group: RankFiles) -> bool:
+    """Whether the numbers are ranks: a `deepseek_r1.pt` by itself is a name."""
+    return group.layout != "ranks" or len(group.ranks) > 1 or 0 in group.ranks
 
 
 def _files_in(directory: Path) -> list[Path]:
