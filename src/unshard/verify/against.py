@@ -6,12 +6,13 @@ two sides speak of the same tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard import families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import raise_all
+from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.huggingface.target import cast_values
 from unshard.merging import split_adapters
 from unshard.opening import open_checkpoint
@@ -60,6 +61,8 @@ def verify_against(
 
 
 def _open_side(path: Path, options: MergeOptions) -> tuple[Side, str | None, list[Note]]:
+    if HuggingFace().detect(path) is not None:  # what is said of the checkpoint does not hold for merged models
+        options = replace(options, backend=None, also=())
     checkpoint = open_checkpoint(path, options)
     raise_all(checkpoint.problems)
     if checkpoint.format == "huggingface":
