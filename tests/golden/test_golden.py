@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensor_files import assert_equal, assert_fused, read_tensors
+from tensor_files import Stored, assert_equal, assert_fused, read_tensors
 
 from golden_set import GoldenCase, Run, committed_cases, larger_cases
 from unshard.cli import main
@@ -122,16 +122,23 @@ class TestOldTorch:
         truth = {"a": pairs, "h": pairs, "r": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
         assert values == {name: truth[name] for name in names}
 
-    def test_three_flavours_of_one_model_agree(self, larger_golden: Path, tmp_path: Path) -> None:
-        outputs = {}
-        for flavour in ("st", "dt", "st_local"):
-            options = ["--shapes-from", str(tmp_path / "st_output")] if flavour == "st_local" else []
-            output = tmp_path / f"{flavour}_output"
-            self._lay_out(larger_golden, flavour, tmp_path / flavour)
-            assert main(["merge", str(tmp_path / flavour), str(output), "--weights-only", *options]) == 0
-            outputs[flavour] = read_tensors(output)
-        assert_equal(outputs["dt"], outputs["st"])
-        assert_equal(outputs["st_local"], outputs["st"])
+    def test_three_flavours_of_fsdp1(self, larger_golden: Path, tmp_path: Path) -> None:
+        """Sharded and flat state dicts of one model agree; the DTensors are of a model of other values."""
+        sharded = self._merge(larger_golden, "st", tmp_path)
+        flat = self._merge(larger_golden, "st_local", tmp_path, "--shapes-from", str(tmp_path / "st_output"))
+        assert_equal(flat, sharded)
+        dtensors = self._merge(larger_golden, "dt", tmp_path)
+        assert {name: tensor.shape for name, tensor in dtensors.items()} == {
+            name: tensor.shape for name, tensor in sharded.items()
+        }
+        assert dtensors["head.weight"].data == dtensors["embed.weight"].data != sharded["embed.weight"].data
+
+    @classmethod
+    def _merge(cls, larger_golden: Path, flavour: str, place: Path, *options: str) -> dict[str, Stored]:
+        cls._lay_out(larger_golden, flavour, place / flavour)
+        output = place / f"{flavour}_output"
+        assert main(["merge", str(place / flavour), str(output), "--weights-only", *options]) == 0
+        return read_tensors(output)
 
     @staticmethod
     def _lay_out(larger_golden: Path, flavour: str, place: Path) -> None:

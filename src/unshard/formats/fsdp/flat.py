@@ -70,14 +70,12 @@ class Fragments:
             return None
         return sorted(names, key=lambda name: min((rank, at) for rank, (at, size) in self.places[name].items() if size))
 
-    def is_alias(self, name: str, others: Sequence[str]) -> bool:
-        """Whether a parameter is the same memory as one of `others`: a tied one."""
+    def find_original(self, name: str, others: Sequence[str]) -> str | None:
+        """That of `others` which is the same memory as a parameter, if it is a tied one."""
         here = self.places.get(name)
-        return (
-            here is not None
-            and any(size for _, size in here.values())
-            and any(here == self.places.get(other) for other in others)
-        )
+        if here is None or not any(size for _, size in here.values()):
+            return None
+        return next((other for other in others if self.places.get(other) == here), None)
 
 
 def unflatten(
@@ -97,6 +95,7 @@ def unflatten(
     units = {_clean(name)[: -len(FLAT_PARAM)]: flat for name, flat in flats.items()}
     members: dict[str, list[str]] = {unit: [] for unit in units}
     homeless: list[str] = []
+    tied: dict[str, str] = {}
     known = {_clean(name) for name in taken}
     for name in shapes:
         unit = next((prefix for prefix in _prefixes(name) if prefix in units), None)
@@ -104,7 +103,9 @@ def unflatten(
             continue
         if unit is None:
             homeless.append(name)
-        elif not fragments.is_alias(name, members[unit]):
+        elif original := fragments.find_original(name, members[unit]):
+            tied[name] = original
+        else:
             members[unit].append(name)
     problems: list[UnshardError] = []
     if homeless:
@@ -130,6 +131,7 @@ def unflatten(
         for name, start in starts.items():
             piece = flat.slice(0, start, start + sizes[name])
             tensors[name] = piece.reshape(shapes[name]).rename(name)
+    tensors |= {name: tensors[original].rename(name) for name, original in tied.items() if original in tensors}
     return {name: tensors[name] for name in shapes if name in tensors}, problems
 
 
