@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ class TestArchive:
         members = tb.torch_members()
         members[0].method = 8
         assert tb.weight(tb.read(tmp_path, tb.archive(members)).root).shape == (2, 3)
+
+    @pytest.mark.parametrize("zip64", [False, True])
+    def test_archive_packed_by_another_tool(self, tmp_path: Path, zip64: bool) -> None:
+        path = tmp_path / "model.pt"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as packed:
+            packed.writestr("archive/", b"")
+            for member in tb.torch_members():
+                with packed.open(member.name, "w", force_zip64=zip64) as opened:
+                    opened.write(member.data)
+        tensor = tb.weight(read_torch_file(path, tb.FILE).root)
+        assert tb.payload_of(path, tensor) == tb.PAYLOAD
 
     def test_deflated_payload_is_refused_with_a_way_out(self, tmp_path: Path) -> None:
         members = tb.torch_members()

@@ -10,7 +10,7 @@ import pytest
 import torch_bytes as tb
 from unshard import dtypes
 from unshard.errors import FormatError
-from unshard.formats.torch_file import Global, Opaque, Storage, StoredTensor, UnsupportedTensor
+from unshard.formats.torch_file import Global, Opaque, Storage, StoredTensor, UnsupportedTensor, WrapperSubclass
 
 
 class TestTensors:
@@ -101,6 +101,26 @@ class TestTensors:
         state = tb.mapping({"partition_dim": tb.integer(0)})
         body = tb.mapping({"weight": tb.call(function, tb.tensor(tb.storage()), b"\x88", b"N", state)})
         assert tb.weight(tb.read_pickle(tmp_path, body)).attributes == {"partition_dim": 0}
+
+    @pytest.mark.parametrize(("dtype", "readable"), [("float32", True), ("float16", False)])
+    def test_tensor_of_a_foreign_device(self, tmp_path: Path, dtype: str, readable: bool) -> None:
+        function = tb.named("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+        body = tb.call(function, tb.tensor(tb.storage()), tb.named("torch", dtype), tb.text("xla:0"), b"\x89")
+        found = tb.read_pickle(tmp_path, body)
+        assert isinstance(found, StoredTensor if readable else UnsupportedTensor)
+        assert found.shape == (2, 3)
+
+    def test_dtensor_of_protocol_2(self, tmp_path: Path) -> None:
+        cls = tb.named("torch.distributed.tensor", "DTensor")
+        size, strides = tb.counts([4, 3]), tb.counts([3, 1])
+        args = (cls, tb.named("torch", "float32"), size, strides, b"K\x00", b"N", b"N", b"\x89")
+        state = tb.group(b"N", tb.mapping({"_local_tensor": tb.tensor(tb.storage())}))
+        rebuild = tb.named("torch._utils", "_rebuild_wrapper_subclass")
+        body = tb.call(tb.named("torch._tensor", "_rebuild_from_type_v2"), rebuild, cls, tb.group(*args), state)
+        found = tb.read_pickle(tmp_path, body)
+        assert isinstance(found, WrapperSubclass)
+        assert (found.cls.name, found.shape, found.dtype) == ("DTensor", (4, 3), dtypes.F32)
+        assert found.state["_local_tensor"].shape == (2, 3)
 
     def test_subclass_with_a_plain_storage(self, tmp_path: Path) -> None:
         inner = tb.group(tb.storage(), tb.integer(0), tb.counts([6]), tb.counts([1]), b"\x89", b"N")
@@ -207,6 +227,27 @@ class TestValues:
         args = [tb.named("builtins", "list")] if name == "defaultdict" else []
         body = tb.call(tb.named("collections", name), *args) + b"(" + tb.text("a") + tb.integer(1) + b"u"
         assert tb.read_pickle(tmp_path, body) == {"a": 1}
+
+    @pytest.mark.parametrize("content", [tb.mapping({"a": b"K\x01"}), b"](" + tb.text("a") + b"K\x01\x86e"])
+    def test_dict_of_a_dict_and_of_pairs(self, tmp_path: Path, content: bytes) -> None:
+        assert tb.read_pickle(tmp_path, tb.call(tb.named("builtins", "dict"), content)) == {"a": 1}
+
+    def test_instance_of_protocol_0(self, tmp_path: Path) -> None:
+        args = (tb.named("argparse", "Namespace"), tb.named("builtins", "object"), b"N")
+        found = tb.read_pickle(tmp_path, tb.call(tb.named("copyreg", "_reconstructor"), *args) + b"}b")
+        assert isinstance(found, Opaque)
+        assert found.cls.path == "argparse.Namespace"
+
+    def test_call_with_keywords(self, tmp_path: Path) -> None:
+        found = tb.read_pickle(tmp_path, tb.named("m", "C") + b")" + tb.mapping({"a": b"K\x01"}) + b"\x92", 4)
+        assert isinstance(found, Opaque)
+        assert found.kwargs == {"a": 1}
+
+    def test_state_that_is_set_twice_is_merged(self, tmp_path: Path) -> None:
+        body = tb.named("m", "C") + b")\x81" + tb.mapping({"a": b"K\x01"}) + b"b" + tb.mapping({"b": b"K\x02"}) + b"b"
+        found = tb.read_pickle(tmp_path, body)
+        assert isinstance(found, Opaque)
+        assert found.state == {"a": 1, "b": 2}
 
     def test_attributes_of_a_state_dict_are_let_go(self, tmp_path: Path) -> None:
         body = tb.call(tb.named("collections", "OrderedDict")) + tb.mapping({"_metadata": b"}"}) + b"b"

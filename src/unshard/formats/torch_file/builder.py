@@ -38,9 +38,10 @@ class RecordBuilder:
         """The record of a class or function; of a torch dtype that we hold, the DType."""
         found = self._found.get((module, name))
         if found is None:
-            if len(module) + len(name) > self._limits.name_length:
-                raise FormatError(f"the pickle names a class by {len(module) + len(name)} characters")
-            self._budget.spend(RECORD_COST)
+            length = len(module) + len(name)
+            if length > self._limits.name_length:
+                raise FormatError(f"the pickle names a class by {length} characters")
+            self._budget.spend(RECORD_COST + length // 16)
             found = BY_TORCH_NAME.get(name) if module == "torch" else None
             found = found or Global(module, name)
             self._found[module, name] = found
