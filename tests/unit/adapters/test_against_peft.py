@@ -239,6 +239,26 @@ def test_an_injected_adapter_has_no_prefix() -> None:
     assert set(result.adapters[0].tensors) == set(peft.get_peft_model_state_dict(trained.model))
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_fused_convolutions_are_those_of_merge_and_unload(dora: bool) -> None:
+    import torch
+
+    torch.manual_seed(3)
+    original = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(3, 6, (2, 3)), "line": torch.nn.Conv1d(4, 5, 3)})
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["conv", "line"], use_dora=dora)
+    trained, disk = oracle.train(original, config), Disk()
+    tensors = oracle.store(trained.state(), disk)
+    told = {"r": 2, "lora_alpha": 6}
+    fused = fuse_all(split(oracle.checkpoint(tensors, told), tensors, MergeOptions(fuse_lora=True)))
+    assert fused.problems == ()
+    merged = trained.model.merge_and_unload().state_dict()
+    for name in ("conv.weight", "line.weight"):
+        assert isinstance(fused.tensors[name], Computed)
+        found = oracle.evaluate(fused.tensors[name], disk)
+        assert found.shape == tuple(merged[name].shape)
+        assert np.allclose(found, oracle.to_numpy(merged[name]), rtol=2e-6, atol=1e-6)
+
+
 def test_fused_packs_can_be_taken_apart() -> None:
     """A pack of experts is fused, then split into gate and up of each expert, with the same values."""
     case = next(case for case in CASES if case.label == "experts")
