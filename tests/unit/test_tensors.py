@@ -130,3 +130,12 @@ def test_factors_that_do_not_divide_each_other_are_multiplied_out() -> None:
     joined = concat([swapped, whole(5, 4)])
     assert joined.factors == ((11,), (4,))
     assert len(joined.chunks) == 4
+
+
+def test_replicas_that_lie_differently_are_cut_alike() -> None:
+    """One rank saved a transposed copy: both must stay replicas, box by box."""
+    plain = contiguous_chunk(FILE, 0, (2, 3), F32, rank=0)
+    turned = Chunk(plain.box, Extent(FILE, 24, (4, 8), F32), 1)
+    merged = Tensor("weight", F32, (2, 3), (plain, turned)).reshape((6,)).slice(0, 1, 5)
+    boxes = [{chunk.box for chunk in merged.chunks if chunk.rank == rank} for rank in (0, 1)]
+    assert boxes[0] == boxes[1]

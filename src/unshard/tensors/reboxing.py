@@ -75,28 +75,23 @@ def split_axis(chunks: Sequence[Chunk], axis: int, shape: Sequence[int]) -> tupl
 def merge_axes(chunks: Sequence[Chunk], grid: Sequence[int], first: int, end: int) -> tuple[Chunk, ...]:
     """Grid axes `first:end` merged into one, row-major.
 
-    A chunk that is not one run of the merged axis is cut into its runs: this is the one place where boxes can multiply,
-    and it is reached only by reshapes across factors that do not divide each other, and by concatenations of unlike
-    factors.
+    A chunk that is not one run of the merged axis is cut into its runs, and its replicas with it, however they lie.
+    This is the one place where boxes can multiply. It is reached only by reshapes across factors that do not divide
+    each other, by slices across factors, and by concatenations of factors without a common refinement.
     """
     sizes = grid[first:end]
+    starts: dict[Box, int] = {}
+    for chunk in chunks:
+        start = _run_start(chunk.box.sizes[first:end], sizes, chunk.extent.strides[first:end])
+        starts[chunk.box] = max(start, starts.get(chunk.box, 0))
 
     def pieces(chunk: Chunk) -> Iterator[tuple[Box, int, tuple[int, ...]]]:
         offsets, counts = chunk.box.offsets[first:end], chunk.box.sizes[first:end]
         strides = chunk.extent.strides[first:end]
-        # The longest tail of axes that is one run: all but its first axis whole, and evenly spaced in the file.
-        run, inner, step = len(sizes), 1, 0
-        while run > 0:
-            here = run - 1
-            if inner > 1 and counts[here] > 1 and strides[here] != step * inner:
-                break
-            if inner == 1 and counts[here] > 1:
-                step = strides[here]
-            inner *= sizes[here]
-            run -= 1
-            if counts[here] != sizes[here]:
-                break
+        run = starts[chunk.box]
         length = prod(counts[run:])
+        spread = [stride for count, stride in zip(counts[run:], strides[run:], strict=True) if count > 1]
+        step = spread[-1] if spread else 0
         for outer in product(*[range(count) for count in counts[:run]]):
             start = 0
             for place, size in enumerate(sizes):
@@ -105,6 +100,23 @@ def merge_axes(chunks: Sequence[Chunk], grid: Sequence[int], first: int, end: in
             yield Box((start,), (length,)), shift, (step,)
 
     return _flatten(chunks, lambda chunk: _rebox(chunk, first, end, pieces(chunk)))
+
+
+def _run_start(counts: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """The first axis of the longest tail that is one run: whole but for that axis, and evenly spaced in the file."""
+    run, inner, step = len(sizes), 1, 0
+    while run > 0:
+        here = run - 1
+        if counts[here] > 1:
+            if inner == 1:
+                step = strides[here]
+            elif strides[here] != step * inner:
+                break
+        inner *= sizes[here]
+        run = here
+        if counts[here] != sizes[here]:
+            break
+    return run
 
 
 def _flatten(chunks: Sequence[Chunk], cut: Callable[[Chunk], Iterator[Chunk]]) -> tuple[Chunk, ...]:
