@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from tensor_files import Stored, assert_equal, assert_fused, read_tensors
 
-from golden_set import GoldenCase, Run, committed_cases, larger_cases
+from golden_set import COMMITTED, GoldenCase, Run, committed_cases, larger_cases
 from unshard.cli import main
+from unshard.errors import IncompleteError
 
 CASES = [*committed_cases(), *larger_cases()]
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
@@ -107,6 +108,27 @@ def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> A
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
+
+
+class TestMissingRanks:
+    """HSDP over two replicas of two pieces: ranks 0 and 2 hold the same, and so do 1 and 3."""
+
+    CASE = COMMITTED / "fsdp2_hsdp"
+
+    def test_replicas_stand_in(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self._merge_without((0, 3), tmp_path) == 0
+        assert re.search(r"rank.*0.*3", capsys.readouterr().out)
+        assert_equal(read_tensors(tmp_path / "output"), read_tensors(self.CASE / "truth"))
+
+    def test_a_piece_without_replica_is_missed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self._merge_without((1, 3), tmp_path) == IncompleteError.exit_code
+        assert re.search(r"rank.*1.*3", capsys.readouterr().err, re.DOTALL)
+
+    def _merge_without(self, ranks: tuple[int, ...], place: Path) -> int:
+        shutil.copytree(self.CASE / "ckpt", place / "ckpt")
+        for rank in ranks:
+            (place / "ckpt" / f"model_world_size_4_rank_{rank}.pt").unlink()
+        return main(["merge", str(place / "ckpt"), str(place / "output")])
 
 
 class TestOldTorch:

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
-from golden_set import GoldenCase, Run, committed_cases, larger_cases
+from golden_set import COMMITTED, GoldenCase, Run, committed_cases, larger_cases
 from unshard.cli import main
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.torch
 
 CASES = [*committed_cases(), *larger_cases()]
+_SHARDED = ["--max-shard-size", "9kB"]
+_BIN = ["--format", "bin"]
 
 
 def _parameters(*, adapter: bool) -> list[Any]:
@@ -53,6 +56,27 @@ def test_peft_loads_the_adapter(case: GoldenCase, run: Run, tmp_path: Path) -> N
     found = _compute(_adapt(output, output / "lora_adapter"))
     torch.testing.assert_close(found, _compute(_adapt(truth, case.directory / run.adapter)), rtol=0, atol=0)
     assert not torch.equal(found, _compute(_load(output))), "the adapter changes nothing"
+
+
+@pytest.mark.parametrize("options", [_SHARDED, _BIN, _SHARDED + _BIN], ids=" ".join)
+def test_transformers_loads_every_container(options: list[str], tmp_path: Path) -> None:
+    case = COMMITTED / "fsdp2_w4"
+    output, truth = tmp_path / "output", tmp_path / "truth"
+    assert main(["merge", str(case / "ckpt"), str(output), *options]) == 0
+    assert len(list(output.glob("*.bin")) + list(output.glob("*.safetensors"))) == (3 if "9kB" in options else 1)
+    found = _load(output).state_dict()
+    shutil.copytree(case / "ckpt" / "huggingface", truth)
+    shutil.copyfile(case / "truth" / "model.safetensors", truth / "model.safetensors")
+    torch.testing.assert_close(found, _load(truth).state_dict(), rtol=0, atol=0)
+
+
+def test_a_rounded_model_is_what_torch_rounds(tmp_path: Path) -> None:
+    case, output = COMMITTED / "fsdp2_w4", tmp_path / "output"
+    assert main(["merge", str(case / "ckpt"), str(output), "--dtype", "bf16"]) == 0
+    truth = safetensors_torch.load_file(case / "truth" / "model.safetensors")
+    rounded = {name: tensor.bfloat16() for name, tensor in truth.items()}
+    torch.testing.assert_close(safetensors_torch.load_file(output / "model.safetensors"), rounded, rtol=0, atol=0)
+    assert _load(output).dtype == torch.bfloat16
 
 
 def _merge(case: GoldenCase, run: Run, place: Path) -> tuple[Path, Path]:

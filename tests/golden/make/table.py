@@ -188,6 +188,15 @@ FSDP1 = (
         dtype="bf16",
     ),
     Case(
+        "fsdp1_local_original_tied",
+        "a tied parameter has fragments under both of its names",
+        engine="fsdp1_sharded_tensor",
+        state="local",
+        model="qwen3",
+        tied=True,
+        original_parameters=True,
+    ),
+    Case(
         "fsdp1_local_unknown_family",
         "flat parameters of a model whose shapes only a reference knows",
         engine="fsdp1_sharded_tensor",
