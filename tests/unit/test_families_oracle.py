@@ -165,6 +165,15 @@ def test_flat_configs_of_old_vision_models_say_the_same_as_nested_ones(model_typ
     assert expected_shapes(flat) == expected_shapes(nested)
 
 
+def test_labels_that_are_put_right_load() -> None:
+    model = build("qwen2", "ForTokenClassification", {"num_labels": 5})
+    state = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    wrong = {**stored_config(model), "id2label": {"0": "a"}, "label2id": {"a": 0}}
+    changes = name_model(outlines(state), wrong, MergeOptions()).config_changes
+    right = {key: value for key, value in {**wrong, **changes}.items() if value is not None}
+    assert transformers.Qwen2Config.from_dict(right).num_labels == 5
+
+
 TINY = {
     "num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "depth": 2,
     "first_k_dense_replace": 1, "vocab_size": 64, "pad_token_id": 0, "moe_num_experts": 4, "expert_num": 4,

@@ -114,7 +114,11 @@ class Namer:
         draft = self.draft
         if self.base is None:
             return
-        expected = self.base | architecture.head_shapes(tied=tied, value_head=has_value_head(draft))
+        try:
+            expected = self.base | architecture.head_shapes(tied=tied, value_head=has_value_head(draft))
+        except ModelError as problem:
+            draft.problems.append(problem)
+            return
         draft.family = architecture.name
         vocabulary = check_vocabulary(draft.tensors, expected, architecture.sizes.known("vocab_size"))
         if vocabulary is not None:

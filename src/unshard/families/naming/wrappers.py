@@ -7,22 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from unshard.errors import ModelError
 from unshard.families.naming.draft import Draft
 from unshard.tensors import Value
-
-COMPONENTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Modules that FSDP1, activation checkpointing and torch.compile insert anywhere on the way to a parameter."""
+from unshard.wrappers import COMPONENTS, strip_components
 
 PREFIXES = ("module.", "pretrained_model.")
 """Attributes that DDP and TRL's value models hold the model by."""
 
 _BESIDE = "v_head."
 """TRL's value head lies beside the wrapped model, not in it."""
-
-
-def strip_components(name: str) -> str:
-    """A name without the modules that wrappers insert."""
-    if not any(component in name for component in COMPONENTS):
-        return name
-    return ".".join([part for part in name.split(".") if part not in COMPONENTS])
 
 
 def unwrap(draft: Draft, known: Collection[str] | None) -> None:
