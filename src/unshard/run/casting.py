@@ -36,13 +36,13 @@ def cast_into(out: Array, source: Array, dtype: DType) -> Rounding:
 
     with np.errstate(all="ignore"):
         np.copyto(out, source, casting="unsafe")
-    if not holds_special(out, dtype):
-        return Rounding(out.size)
-    return Rounding(
-        out.size,
-        nan=int(np.count_nonzero(np.isnan(source))),
-        overflow=int(np.count_nonzero(np.isfinite(source) & ~np.isfinite(out))),
-    )
+        if not holds_special(out, dtype):
+            return Rounding(out.size)
+        return Rounding(
+            out.size,
+            nan=int(np.count_nonzero(np.isnan(source))),
+            overflow=int(np.count_nonzero(np.isfinite(source) & ~np.isfinite(out))),
+        )
 
 
 def holds_special(array: Array, dtype: DType) -> bool:
