@@ -45,7 +45,7 @@ def _repeat_tied_head(draft: Draft, wanted: Collection[str], config: Mapping[str
     if head in wanted and head not in draft.tensors and embedding in draft.tensors and is_tied(config):
         draft.tensors[head] = draft.tensors[embedding].rename(head)
         draft.origins[head] = draft.origins[embedding]
-        draft.dropped = {name: why for name, why in draft.dropped.items() if name != head}
+        draft.dropped = {name: why for name, why in draft.dropped.items() if not name.endswith(head)}
         draft.note(f"{head} repeats {embedding}, as the reference model has it", (head,))
 
 

@@ -51,24 +51,26 @@ def settle_ties(draft: Draft, config: Mapping[str, Any], wanted: bool | None, kn
     if tied and wanted:
         draft.note(f"{head} was left out as asked, whether or not it equals {embedding}", (head,))
     else:
-        _claim(draft, head, embedding)
+        _claim(draft, head, embedding, by="config.json" if tied else "--tie-word-embedding")
     if not tied:
         _say_in_config(draft, config, True, f"{head} is tied to {embedding} as asked")
     draft.drop(head, f"tied to {embedding}")
     return True
 
 
-def _claim(draft: Draft, head: str, embedding: str) -> None:
+def _claim(draft: Draft, head: str, embedding: str, by: str) -> None:
+    """Claim that both are equal, or tell at once why they cannot be. `by` is who ties them."""
     left, right = draft.tensors[head], draft.tensors[embedding]
-    message = f"config.json ties {head} to {embedding}, but their values differ"
+    message = f"{by} ties {head} to {embedding}, but their values differ"
+    hint = _HINT if by == "config.json" else f"leave {by} out: config.json says that they are not tied"
     if left.shape != right.shape:
         message = f"{message}: shapes {list(left.shape)} and {list(right.shape)}"
-        draft.problems.append(ModelError(message, hint=_HINT))
+        draft.problems.append(ModelError(message, hint=hint))
     elif isinstance(left, Tensor) and isinstance(right, Tensor):
-        draft.claims.append(Claim(left, right, message, _HINT))
+        draft.claims.append(Claim(left, right, message, hint))
     elif left != right:
         message = f"{head} and {embedding} are tied, but an adapter changes one of them"
-        draft.problems.append(ModelError(message, hint=_HINT))
+        draft.problems.append(ModelError(message, hint=hint))
 
 
 def _without_head(draft: Draft, config: Mapping[str, Any], tied: bool, wanted: bool | None) -> bool:
