@@ -1,0 +1,44 @@
+"""A plan of a large model is made in seconds and grows with tensors x chunks only. Bounds are generous on purpose."""
+
+from __future__ import annotations
+
+import tracemalloc
+from time import perf_counter
+
+from synthetic import dense_70b, experts_671b, lay_out
+from unshard.plan.compiler import compile_plan
+from unshard.plan.moves import Copy, Tile
+
+
+def test_70b_over_64_ranks() -> None:
+    """720 tensors x 64 ranks. Takes 0.3 s and 10 MB; a plan per row would take minutes."""
+    target = lay_out(list(dense_70b()))
+    started = perf_counter()
+    plan = compile_plan(target)
+    assert perf_counter() - started < 5
+    moves = [move for file in plan.files for move in file.moves]
+    assert sum(isinstance(move, Copy) for move in moves) == 560 * 64  # matrices: one copy for each shard
+    assert sum(isinstance(move, Tile) for move in moves) == 160  # norms of 256 bytes a shard: one tile each
+    assert plan.size == sum(tensor.size_in_bytes for tensor in dense_70b())
+
+
+def test_memory_of_a_quarter_of_it() -> None:
+    target = lay_out(list(dense_70b(layers=20)))
+    tracemalloc.start()
+    try:
+        plan = compile_plan(target)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert plan.files
+    assert peak < 10 << 20
+
+
+def test_671b_experts_of_16_pipeline_stages_by_16_expert_ranks() -> None:
+    """46,848 tensors, whole on their ranks: experts that lie behind each other are one copy."""
+    target = lay_out(list(experts_671b()))
+    started = perf_counter()
+    plan = compile_plan(target)
+    assert perf_counter() - started < 15
+    assert len(plan.files) > 250
+    assert sum(len(file.moves) for file in plan.files) < 2000
