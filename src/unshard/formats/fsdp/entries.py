@@ -181,7 +181,7 @@ def _read_shard_order(record: Any) -> ShardOrder | None:
 
 
 def _is_tp_first(value: WrapperSubclass, spec: Opaque, placements: tuple[Placement, ...]) -> bool:
-    """Whether `(Shard(d), Shard(d))` was written by FSDP2 of torch 2.2 to 2.4 on top of tensor parallelism.
+    """Whether `(Shard(0), Shard(0))` was written by FSDP2 of torch 2.2 to 2.4 on top of tensor parallelism.
 
     Those versions recorded plain Shards from left to right although tensor parallelism had cut first
     (`torch/distributed/_composable/fsdp/_fsdp_param.py`); 2.5 brought `_StridedShard` for it. They are known by a
@@ -192,15 +192,13 @@ def _is_tp_first(value: WrapperSubclass, spec: Opaque, placements: tuple[Placeme
         value.cls.module.startswith("torch.distributed._tensor")
         and isinstance(mesh, Opaque)
         and mesh.cls.module == "torch.distributed.device_mesh"
-        and len(placements) == 2
-        and placements[0] == placements[1]
-        and placements[0].dim is not None
+        and placements == (Placement(0), Placement(0))
     )
 
 
 def _tp_first(placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> tuple[Placement, ...]:
     """The placements that say what FSDP2 of torch 2.2 to 2.4 did."""
-    return (Placement(placements[0].dim, mesh[1]), placements[1])
+    return (Placement(0, mesh[1]), placements[1])
 
 
 def _in_words(mesh: Mesh) -> str:

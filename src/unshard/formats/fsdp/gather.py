@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.fsdp.entries import Part, RankReader
 from unshard.formats.fsdp.layouts import ranks_in_words
-from unshard.formats.fsdp.mesh import Mesh
 from unshard.formats.state_dict import is_tensor, what_it_is
 from unshard.tensors import Chunk, Tensor
 
@@ -37,7 +37,7 @@ class Gatherer:
     skipped: dict[str, str] = field(default_factory=dict)
     empty_ranks: set[int] = field(default_factory=set)
     read_ranks: set[int] = field(default_factory=set)
-    meshes: Counter[Mesh] = field(default_factory=Counter)
+    meshes: Counter[tuple[tuple[str, int], ...]] = field(default_factory=Counter)
     reordered: list[str] = field(default_factory=list)
     _problems: list[UnshardError] = field(default_factory=list)
     _unnamed_problems: int = 0
@@ -88,7 +88,7 @@ class Gatherer:
         return [
             name
             for name, entry in self.entries.items()
-            if sum([box.volume for box in {chunk.box for chunk in entry.chunks}]) != _volume(entry.first.shape)
+            if sum([box.volume for box in {chunk.box for chunk in entry.chunks}]) != prod(entry.first.shape)
         ]
 
     def _add_part(self, name: str, rank: int, part: Part) -> None:
@@ -99,15 +99,18 @@ class Gatherer:
                 self.reordered.append(name)
         else:
             entry.seen.add(rank)
-            self._compare(name, entry, rank, part)
-            entry.chunks += part.chunks
+            if self._agrees(name, entry, rank, part):
+                entry.chunks += part.chunks
         if part.mesh is not None:
-            self.meshes[part.mesh] += 1
+            self.meshes[part.mesh.dims] += 1
 
-    def _compare(self, name: str, entry: _Entry, rank: int, part: Part) -> None:
+    def _agrees(self, name: str, entry: _Entry, rank: int, part: Part) -> bool:
+        """Whether a rank means the same tensor as the first did; reports the first that does not."""
         first = entry.first
-        if name in self._disagreeing or (first.kind, first.dtype, first.shape) == (part.kind, part.dtype, part.shape):
-            return
+        if (first.kind, first.dtype, first.shape) == (part.kind, part.dtype, part.shape):
+            return True
+        if name in self._disagreeing:
+            return False
         self._disagreeing.add(name)
         for what, here, there in (
             ("kind", first.kind, part.kind),
@@ -123,6 +126,7 @@ class Gatherer:
                         hint=_PLAIN if plain else "these files do not belong to the same checkpoint",
                     )
                 )
+        return False
 
     def _report(self, problem: UnshardError) -> None:
         if len(self._problems) < _NAMED_PROBLEMS:
@@ -152,10 +156,3 @@ def names_in_words(names: Sequence[str]) -> str:
     listed = ", ".join(names[:_NAMED_TENSORS])
     more = len(names) - _NAMED_TENSORS
     return f"{listed} and {more} more" if more > 0 else listed
-
-
-def _volume(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

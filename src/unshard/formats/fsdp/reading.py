@@ -22,6 +22,7 @@ from unshard.tensors import Tensor
 
 _PARENTS = {"verl": 0, "accelerate": 2, "ranks": 1, "file": 1}
 """How far above the ranks each layout may keep the model's config."""
+_MAX_RANKS = 1 << 16
 
 
 def read_ranks(source: Source, found: RankSet, stated: Mapping[str, Any], format_name: str) -> Checkpoint:
@@ -56,7 +57,7 @@ class _Reading:
         self._write_notes()
         kinds = self._kinds(version)
         tensors = self._unflatten(self.gatherer.tensors(), around.config, len(found.ranks))
-        mesh = self.gatherer.meshes.most_common(1)[0][0].dims if self.gatherer.meshes else ()
+        mesh = self.gatherer.meshes.most_common(1)[0][0] if self.gatherer.meshes else ()
         return Checkpoint(
             format=format_name,
             title=_title(kinds, len(found.ranks), world_size, mesh),
@@ -107,7 +108,7 @@ class _Reading:
         beyond = [rank for rank in found.ranks if rank >= world]
         if beyond:
             self.problems.append(IncompleteError(f"{ranks_in_words(beyond)} cannot be in a world of {world} ranks"))
-        missing = sorted(set(range(min(world, 1 << 20))) - set(found.ranks))
+        missing = sorted(set(range(min(world, _MAX_RANKS))) - set(found.ranks))
         if missing:
             self._report_missing(missing, world)
         return world
