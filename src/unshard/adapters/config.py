@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unshard.adapters.layers import Layer
-from unshard.adapters.patterns import is_end, last_component, patterns_for, shortest_targets, value_for
+from unshard.adapters.patterns import ends_of, is_end, last_component, patterns_for, shortest_targets, value_for
 from unshard.adapters.recorded import Recorded
 from unshard.checkpoint import Note
 from unshard.errors import ModelError, UnshardError
@@ -182,14 +182,14 @@ def _targets_exactly(config: Mapping[str, Any], targets: Collection[str], weight
     stated = config.get("target_modules")
     if not isinstance(stated, (list, tuple)):
         return False
-    if any(not any(is_end(end, target) for end in stated) for target in targets):
+    ends = frozenset(stated)
+    if any(ends.isdisjoint(ends_of(target)) for target in targets):
         return False
     if any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern")):
         return True
-    unadapted = [
-        path for path in weights if path not in targets and not any(is_end(end, path) for end in _saved(config))
-    ]
-    return not any(is_end(end, path) for path in unadapted for end in stated)
+    saved = frozenset(_saved(config))
+    unadapted = [path for path in weights if path not in targets and saved.isdisjoint(ends_of(path))]
+    return all(ends.isdisjoint(ends_of(path)) for path in unadapted)
 
 
 def _shortest_end(path: str, shown: Shown) -> str:

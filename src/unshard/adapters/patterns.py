@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
 V = TypeVar("V", int, float)
@@ -59,22 +59,27 @@ def last_component(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def ends_of(path: str) -> Iterator[str]:
+    """The path and its last components, longest first."""
+    components = path.split(".")
+    for start in range(len(components)):
+        yield ".".join(components[start:])
+
+
 def patterns_for(values: Mapping[str, V], default: V) -> dict[str, V]:
     """The shortest patterns by which `value_for` gives each path its value, longest first: the first match counts."""
-    groups: dict[str, dict[str, V]] = defaultdict(dict)
+    groups: dict[str, set[V]] = defaultdict(set)
+    ambiguous: set[str] = set()
     for path, value in values.items():
-        groups[last_component(path)][path] = value
+        groups[last_component(path)].add(value)
+        ambiguous |= {end for end in ends_of(path) if values.get(end, value) != value}
     patterns: dict[str, V] = {}
-    for end, group in groups.items():
-        alike = len(set(group.values())) == 1
-        for path, value in group.items():
-            if value == default:
-                continue
-            if alike:
-                patterns[end] = value
-            else:
-                shared = any(other != path and is_end(path, other) and values[other] != value for other in group)
-                patterns["^" + re.escape(path) if shared else path] = value
+    for path, value in values.items():
+        if value == default:
+            continue
+        end = last_component(path)
+        alone = len(groups[end]) == 1
+        patterns[end if alone else "^" + re.escape(path) if path in ambiguous else path] = value
     return {pattern: patterns[pattern] for pattern in sorted(patterns, key=lambda key: (-len(key), key))}
 
 
