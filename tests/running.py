@@ -51,9 +51,9 @@ def raw(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    """All files of a directory, hidden ones included, by relative path."""
+    """All files of a directory, hidden ones included, by relative path; of links, where they lead."""
     return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
+        path.relative_to(directory).as_posix(): bytes(path.readlink()) if path.is_symlink() else path.read_bytes()
         for path in sorted(directory.rglob("*"))
         if path.is_file() or path.is_symlink()
     }

@@ -1,4 +1,4 @@
-"""Whatever the algebra makes of a tensor, gathering it gives what numpy gives: in bands, in short reads, cast or not."""
+"""Whatever the algebra makes of a tensor, gathering gives what numpy gives: in bands, in short reads, cast or not."""
 
 from __future__ import annotations
 
@@ -144,7 +144,13 @@ def test_even_parts(length: int, most: int) -> None:
 
 def test_only_transposes_are_crossed(tmp_path: Path) -> None:
     tensor = write_array(tmp_path, "a", np.zeros((6, 4, 2), np.float32))
-    plain = [tensor, tensor.transpose((1, 0, 2)), tensor.slice(2, 0, 2, 2), tensor.slice(0, 1, 5), tensor.reshape((48,))]
+    plain = [
+        tensor,
+        tensor.transpose((1, 0, 2)),
+        tensor.slice(2, 0, 2, 2),
+        tensor.slice(0, 1, 5),
+        tensor.reshape((48,)),
+    ]
     assert not any(is_crossed(other.chunks[0]) for other in plain)
     assert is_crossed(tensor.transpose().chunks[0])
     assert is_crossed(tensor.transpose((2, 0, 1)).chunks[0])

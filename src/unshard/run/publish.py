@@ -42,7 +42,8 @@ class Staging:
         self._replaced: tuple[str, ...] = ()
         self._made: list[Path] = []
         self._lock: int | None = None
-        self._marker: Marker | None = None
+        self._marked = False
+        self._garbage: tuple[str, ...] = ()
 
     def temporary(self, file: PlannedFile) -> Path:
         """Where a planned file is written until it is published."""
@@ -58,7 +59,7 @@ class Staging:
             raise OutputError(f"{self.output}: is not empty any more", hint="choose another directory")
         _remove(self.output, occupants.garbage)
         self._replaced, self.foreign = occupants.model, occupants.foreign
-        self._mark(Marker(() if self._replaced else planned))
+        self._mark(() if self._replaced else planned)
         _sync_directory(self.output)
 
     def publish(self) -> None:
@@ -76,14 +77,13 @@ class Staging:
 
     def abandon(self) -> None:
         """Remove all that this run has made. What cannot be removed stays beside the marker, which tells of it."""
-        if self._lock is None:
-            return
-        with suppress(OSError):
-            _remove(self.output, self._temporaries.values())
-            if self._marker is not None and (self.output / MARKER).exists():
-                _remove(self.output, self._marker.files)
-            if self._marker is not None or os.fstat(self._lock).st_size == 0:
-                (self.output / MARKER).unlink(missing_ok=True)
+        if self._lock is not None:
+            with suppress(OSError):
+                _remove(self.output, self._temporaries.values())
+                if (self.output / MARKER).exists():
+                    _remove(self.output, self._garbage)
+                if self._marked or os.fstat(self._lock).st_size == 0:
+                    (self.output / MARKER).unlink(missing_ok=True)
         for directory in reversed(self._made):
             with suppress(OSError):
                 directory.rmdir()
@@ -96,7 +96,7 @@ class Staging:
 
     def _remove_replaced(self) -> None:
         """Remove the old model: first what makes it loadable. From here on the directory is not whole."""
-        self._mark(Marker((*[file.path for file in self._files], *self._replaced)))
+        self._mark((*[file.path for file in self._files], *self._replaced))
         _remove(self.output, sorted(self._replaced, key=_loading_order))
         for name in self._replaced:
             directory = (self.output / name).parent
@@ -105,20 +105,22 @@ class Staging:
                     directory.rmdir()
         _sync_directory(self.output)
 
-    def _mark(self, marker: Marker) -> None:
+    def _mark(self, garbage: tuple[str, ...]) -> None:
+        """Say on the disk that these files, where they exist, are not a whole model."""
         assert self._lock is not None
-        data = marker.encode()
+        self._marked = True
+        data = Marker(garbage).encode()
         os.pwrite(self._lock, data, 0)
         os.ftruncate(self._lock, len(data))
         os.fsync(self._lock)
-        self._marker = marker
+        self._garbage = garbage
 
     def _make_directory(self, directory: Path) -> None:
         """Make a directory and its parents, and remember which were not there."""
         missing = [place for place in (directory, *directory.parents) if not place.exists()]
         for place in reversed(missing):
-            place.mkdir(exist_ok=True)
             self._made.append(place)
+            place.mkdir(exist_ok=True)
 
 
 @contextmanager

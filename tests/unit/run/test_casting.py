@@ -13,7 +13,7 @@ EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
 
 
 def every_float32_corner() -> np.ndarray:
-    """Every float32 whose upper half is anything and whose lower half decides how it is rounded: ties and neighbours."""
+    """Every float32 by its upper half, with lower halves that decide how it is rounded: ties and neighbours."""
     low = np.array([0x0000, 0x0001, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     return ((EVERY_HALF.astype(np.uint32) << 16)[:, None] | low[None, :]).reshape(-1).view(np.float32)
 
