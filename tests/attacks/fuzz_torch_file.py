@@ -18,7 +18,7 @@ from unshard.errors import FormatError
 from unshard.formats.torch_file import Limits, read_torch_file
 from unshard.tensors import SourceFile
 
-LIMITS = Limits(operations=200_000, objects=100_000, memo=100_000)
+LIMITS = Limits(operations=200_000, objects=100_000)
 FILE = SourceFile("source", "fuzzed.pt")
 
 

@@ -39,12 +39,12 @@ def binint1(machine: Machine, position: int) -> int:
 
 
 def binint2(machine: Machine, position: int) -> int:
-    machine.stack.append(UINT16(machine.data, position)[0])
+    machine.push(UINT16(machine.data, position)[0])
     return position + 2
 
 
 def binint(machine: Machine, position: int) -> int:
-    machine.stack.append(INT32(machine.data, position)[0])
+    machine.push(INT32(machine.data, position)[0])
     return position + 4
 
 
@@ -59,19 +59,19 @@ def long4(machine: Machine, position: int) -> int:
 def _push_long(machine: Machine, position: int, size: int) -> int:
     if not 0 <= size <= machine.limits.integer_bytes:
         raise FormatError(f"the pickle has an integer of {size} bytes")
-    machine.stack.append(int.from_bytes(machine.take(position, size), "little", signed=True))
+    machine.push(int.from_bytes(machine.take(position, size), "little", signed=True))
     return position + size
 
 
 def int_(machine: Machine, position: int) -> int:
     line, position = machine.take_line(position)
-    machine.stack.append(BOOLS[line] if line in BOOLS else machine.parse_integer(line))
+    machine.push(BOOLS[line] if line in BOOLS else machine.parse_integer(line))
     return position
 
 
 def long_(machine: Machine, position: int) -> int:
     line, position = machine.take_line(position)
-    machine.stack.append(machine.parse_integer(line.removesuffix(b"L")))
+    machine.push(machine.parse_integer(line.removesuffix(b"L")))
     return position
 
 
@@ -79,12 +79,12 @@ def float_(machine: Machine, position: int) -> int:
     line, position = machine.take_line(position)
     if len(line) > machine.limits.number_digits:
         raise FormatError(f"the pickle has a number of {len(line)} digits")
-    machine.stack.append(float(line))
+    machine.push(float(line))
     return position
 
 
 def binfloat(machine: Machine, position: int) -> int:
-    machine.stack.append(DOUBLE(machine.data, position)[0])
+    machine.push(DOUBLE(machine.data, position)[0])
     return position + 8
 
 
@@ -102,14 +102,14 @@ def binunicode8(machine: Machine, position: int) -> int:
 
 def _push_text(machine: Machine, position: int, size: int) -> int:
     # Lone surrogates, which no terminal and no JSON takes, are shown as escapes.
-    machine.stack.append(machine.take(position, size).decode("utf-8", "backslashreplace"))
+    machine.push(machine.take(position, size).decode("utf-8", "backslashreplace"))
     return position + size
 
 
 def unicode_(machine: Machine, position: int) -> int:
     line, position = machine.take_line(position)
     text = line.decode("raw_unicode_escape")
-    machine.stack.append(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+    machine.push(text.encode("utf-8", "backslashreplace").decode("utf-8"))
     return position
 
 
@@ -125,12 +125,12 @@ def string(machine: Machine, position: int) -> int:
     line, position = machine.take_line(position)
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:
         raise FormatError("the pickle has a string without quotes")
-    machine.stack.append(_text_if_possible(line[1:-1].decode("unicode_escape").encode("latin-1")))
+    machine.push(_text_if_possible(line[1:-1].decode("unicode_escape").encode("latin-1")))
     return position
 
 
 def _push_string(machine: Machine, position: int, size: int) -> int:
-    machine.stack.append(_text_if_possible(machine.take(position, size)))
+    machine.push(_text_if_possible(machine.take(position, size)))
     return position + size
 
 
@@ -155,7 +155,7 @@ def binbytes8(machine: Machine, position: int) -> int:
 
 
 def _push_bytes(machine: Machine, position: int, size: int) -> int:
-    machine.stack.append(machine.take(position, size))
+    machine.push(machine.take(position, size))
     return position + size
 
 

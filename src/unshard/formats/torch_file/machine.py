@@ -15,6 +15,7 @@ from unshard.formats.torch_file.limits import Limits
 from unshard.formats.torch_file.records import Opaque
 
 LARGEST_INTEGER_KEY = 1 << 64
+MEMO_COST = 2
 
 
 class PickleEndsError(FormatError):
@@ -61,7 +62,7 @@ class Machine:
     `stack` holds the values, `marks` the stack heights at which MARK stood, `memo` what PUT remembered.
     """
 
-    __slots__ = ("_tuple_keys", "budget", "builder", "data", "limits", "marks", "memo", "memo_limit", "stack")
+    __slots__ = ("_tuple_keys", "budget", "builder", "data", "limits", "marks", "memo", "stack")
 
     def __init__(self, data: bytes, builder: Builder, budget: Budget, limits: Limits) -> None:
         self.data = data
@@ -71,8 +72,12 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.memo_limit = limits.memo
         self._tuple_keys = 0
+
+    def push(self, value: Any) -> None:
+        """Put a value that takes memory of its own on the stack."""
+        self.budget.spend(1)
+        self.stack.append(value)
 
     def take(self, position: int, count: int) -> bytes:
         """`count` bytes of the pickle from `position` on."""
@@ -109,15 +114,12 @@ class Machine:
 
     def remember(self, index: int) -> None:
         """Put the top of the stack into the memo."""
+        self.budget.spend(MEMO_COST)
         self.memo[index] = self.stack[-1]
-        if len(self.memo) > self.memo_limit:
-            raise self.too_much_remembered()
-
-    def too_much_remembered(self) -> FormatError:
-        return FormatError("the pickle remembers more objects than any checkpoint needs")
 
     def append_to(self, target: Any, items: Sequence[Any]) -> None:
         """APPEND and APPENDS: only lists and records can be appended to."""
+        self.budget.spend(1 + len(items) // 8)
         if type(target) is list:
             target.extend(items)
         elif isinstance(target, Opaque):
@@ -131,6 +133,7 @@ class Machine:
         """SETITEM and SETITEMS, of keys and values in turn: only dicts and records have items."""
         if len(flat) % 2:
             raise FormatError("the pickle sets a key without a value")
+        self.budget.spend(3 + len(flat) // 2)
         keys, values = flat[::2], flat[1::2]
         if isinstance(target, Opaque):
             if not isinstance(target.pairs, list):

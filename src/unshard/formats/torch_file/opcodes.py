@@ -10,11 +10,12 @@ from struct import Struct
 from typing import Any
 
 from unshard.errors import FormatError
-from unshard.formats.torch_file.machine import Machine, Operation, PickleEndsError
+from unshard.formats.torch_file.machine import MEMO_COST, Machine, Operation, PickleEndsError
 
 UINT32 = Struct("<I").unpack_from
 UINT64 = Struct("<Q").unpack_from
 HIGHEST_PROTOCOL = 5
+STORAGE_COST = 8
 
 
 def proto(machine: Machine, position: int) -> int:
@@ -59,10 +60,8 @@ def binput(machine: Machine, position: int) -> int:
 
 
 def long_binput(machine: Machine, position: int) -> int:
-    memo = machine.memo
-    memo[UINT32(machine.data, position)[0]] = machine.stack[-1]
-    if len(memo) > machine.memo_limit:
-        raise machine.too_much_remembered()
+    machine.budget.spend(MEMO_COST)
+    machine.memo[UINT32(machine.data, position)[0]] = machine.stack[-1]
     return position + 4
 
 
@@ -99,11 +98,13 @@ def empty_tuple(machine: Machine, position: int) -> int:
 
 
 def empty_list(machine: Machine, position: int) -> int:
-    return _push(machine, position, [])
+    machine.push([])
+    return position
 
 
 def empty_dict(machine: Machine, position: int) -> int:
-    return _push(machine, position, {})
+    machine.push({})
+    return position
 
 
 def tuple1(machine: Machine, position: int) -> int:
@@ -130,17 +131,20 @@ def tuple3(machine: Machine, position: int) -> int:
 
 
 def tuple_(machine: Machine, position: int) -> int:
-    return _push(machine, position, tuple(machine.pop_to_mark()))
+    machine.push(tuple(machine.pop_to_mark()))
+    return position
 
 
 def list_(machine: Machine, position: int) -> int:
-    return _push(machine, position, machine.pop_to_mark())
+    machine.push(machine.pop_to_mark())
+    return position
 
 
 def dict_(machine: Machine, position: int) -> int:
     target: dict[Any, Any] = {}
     machine.set_items(target, machine.pop_to_mark())
-    return _push(machine, position, target)
+    machine.push(target)
+    return position
 
 
 def empty_set(machine: Machine, position: int) -> int:
@@ -151,12 +155,6 @@ def frozenset_(machine: Machine, position: int) -> int:
     items = machine.pop_to_mark()
     position = _call(machine, position, machine.builder.find("builtins", "frozenset"), ())
     machine.append_to(machine.stack[-1], items)
-    return position
-
-
-def _push(machine: Machine, position: int, container: Any) -> int:
-    machine.budget.spend(1)
-    machine.stack.append(container)
     return position
 
 
@@ -241,6 +239,7 @@ def build(machine: Machine, position: int) -> int:
 
 
 def binpersid(machine: Machine, position: int) -> int:
+    machine.budget.spend(STORAGE_COST)
     machine.stack[-1] = machine.builder.load(machine.stack[-1])
     return position
 
