@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unshard.dtypes import BF16, F32, I32, I64, DType
+from unshard.dtypes import BF16, F32, I32, I64, U8, DType
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.fsdp.entries import RankReader
 from unshard.formats.fsdp.mesh import Mesh, read_mesh
@@ -347,3 +348,12 @@ def test_a_plain_tensor_is_whole() -> None:
 def test_a_plain_scalar_and_an_empty_tensor() -> None:
     assert boxes(reader().read("step", stored(()))) == ["[]"]
     assert reader().read("none", stored((0, 3))).chunks == ()
+
+
+def test_quantised_weights_are_not_taken_for_integers() -> None:
+    """Bitsandbytes keeps four-bit weights as bytes in a Parameter subclass; merged as U8 they would mean nothing."""
+    packed = replace(stored((8, 1), U8), cls=Global("bitsandbytes.nn.modules", "Params4bit"))
+    with pytest.raises(FormatError, match=r"w, rank 0.*Params4bit.*packed"):
+        reader().read("w", packed)
+    plain = replace(stored((2, 3)), cls=Global("vllm.model_executor.parameter", "ModelWeightParameter"))
+    assert reader().read("w", plain).shape == (2, 3)

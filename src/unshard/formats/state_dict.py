@@ -13,6 +13,9 @@ from unshard.tensors import Box, Chunk, Extent
 NESTING_KEYS = ("model", "state_dict", "module", "model_state_dict")
 """Under which trainers put the model's state dict beside the optimizer's."""
 
+QUANTISERS = frozenset({"bitsandbytes", "torchao", "transformer_engine", "hqq", "quanto", "optimum"})
+"""Packages whose Tensor subclasses hold packed values: `Params4bit`, `Float8Tensor`, … Other subclasses are plain."""
+
 
 def find_state_dict(root: Any, place: str) -> tuple[Mapping[str, Any], dict[str, str]]:
     """The model's state dict in what a file holds, and what was left out beside it, with the reason.
@@ -57,7 +60,15 @@ def what_it_is(value: Any) -> str:
 
 
 def read_chunk(tensor: StoredTensor, box: Box, local: Box, rank: int | None) -> Chunk:
-    """The chunk of a stored tensor whose elements `local` are the elements `box` of the whole."""
+    """The chunk of a stored tensor whose elements `local` are the elements `box` of the whole.
+
+    Raises FormatError for tensors whose stored elements are not their values.
+    """
+    if tensor.cls is not None and tensor.cls.module.partition(".")[0] in QUANTISERS:
+        raise FormatError(
+            f"a {tensor.cls.path}, whose bytes are packed and mean nothing without its scales",
+            hint="dequantise the model in the framework that trained it, and save its state dict again",
+        )
     size, storage = tensor.dtype.itemsize, tensor.storage
     start = tensor.offset + sum([a * b for a, b in zip(local.offsets, tensor.strides, strict=True)])
     strides = tuple([stride * size for stride in tensor.strides])
