@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -30,3 +32,18 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module `unshard` has no attribute `{name}`")
+
+
+class _Package(ModuleType):
+    """The package, in which the functions `plan` and `verify` go before the rooms of the same names.
+
+    Python makes every submodule that is imported an attribute of its package; then `unshard.verify(…)` would be a
+    module's call. `from unshard.verify.compare import …` does not need the attribute.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
