@@ -13,10 +13,12 @@ class UnshardError(Exception):
     """The base of all errors that the user can act on.
 
     `hint` is the next thing to do, shown after an empty line. `exit_code` is what the command line exits with.
+    `problems` are the errors that this one tells together.
     """
 
     exit_code = 1
     code = "error"
+    problems: tuple[UnshardError, ...] = ()
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -86,4 +88,6 @@ def raise_all(problems: Sequence[UnshardError]) -> None:
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     lines = [f"{len(problems)} problems:"]
     lines += [f"  {number}. " + problem.message.replace("\n", "\n     ") for number, problem in enumerate(problems, 1)]
-    raise kind("\n".join(lines), hint="\nhint: ".join(hints) or None)
+    error = kind("\n".join(lines), hint="\nhint: ".join(hints) or None)
+    error.problems = tuple(problems)
+    raise error

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import re
+import shlex
+from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 
 from unshard.errors import OutputError, UsageError
 
+_REPOSITORY = re.compile(r"(?:[\w.-]+/)?[\w.-]{1,96}", re.ASCII)
+"""NAME or OWNER/NAME (huggingface_hub, `utils/_validators.py`)."""
 
-def require_hub() -> None:
-    """Raise UsageError unless an upload will be possible: asked before anything is written."""
-    if find_spec("huggingface_hub") is None:
+
+def check_upload(repository: str) -> None:
+    """Raise UsageError unless an upload can be tried at all: asked before anything is written."""
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise UsageError(
-            "`--hf_upload_path` needs the `hub` extra, which is not installed; nothing was written",
-            hint="pip install 'unshard[hub]'",
+            f"`--hf_upload_path {repository}` is no name of a Hub repository; nothing was written",
+            hint="write it as OWNER/NAME",
         )
+    try:
+        from huggingface_hub import HfApi  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "`--hf_upload_path` needs huggingface_hub, which is not installed; nothing was written",
+            hint="pip install 'unshard[hub]'",
+        ) from None
 
 
-def upload(directory: Path, repository: str, *, private: bool) -> None:
-    """Create the repository if need be and upload the whole directory, in one commit.
+def upload(directory: Path, repository: str, files: Sequence[str], *, private: bool) -> str:
+    """Create the repository if need be and upload the files of a directory, in one commit; returns its address.
 
-    Raises OutputError when the Hub refuses; the merged directory stays as it is.
+    files: paths relative to the directory: what was written and verified, and nothing that lay there before. Raises
+    OutputError when the Hub refuses; the directory stays as it is.
     """
     from huggingface_hub import HfApi
 
     hub = HfApi()
     try:
         hub.create_repo(repo_id=repository, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=str(directory), repo_type="model")
+        hub.upload_folder(
+            repo_id=repository,
+            folder_path=str(directory),
+            repo_type="model",
+            allow_patterns=[escape(file) for file in files],
+        )
     except Exception as error:
+        command = ["hf", "upload", repository, str(directory), *(["--private"] if private else [])]
         raise OutputError(
-            f"the model was merged into `{directory}` and verified, but the upload to `{repository}` failed: {error}",
-            hint=f"hf upload {repository} {directory}",
+            f"the upload to `{repository}` failed: {error}; the model in `{directory}` is complete and verified",
+            hint=shlex.join(command),
         ) from error
+    return f"https://huggingface.co/{repository}"

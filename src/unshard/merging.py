@@ -11,7 +11,7 @@ from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import UsageError, raise_all
 from unshard.formats.huggingface.target import lay_out
-from unshard.model import Adapter, Model
+from unshard.model import Model
 from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
@@ -25,21 +25,33 @@ from unshard.wrappers import strip_all
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a checkpoint: the model with its adapters, and the files they are laid out in."""
+
+    model: Model
+    target: Target
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Preparation:
     """Everything that is known before the first byte moves."""
 
     checkpoint: Checkpoint
-    model: Model
-    adapters: tuple[Adapter, ...]
-    target: Target
+    decision: Decision
     plan: Plan
-    notes: tuple[Note, ...]
 
 
 def prepare(source: Path, options: MergeOptions) -> Preparation:
     """Open a checkpoint and plan its merge. Raises all that is wrong, at once."""
     checkpoint = open_checkpoint(source, options)
     raise_all(checkpoint.problems)
+    decision = decide(checkpoint, options)
+    return Preparation(checkpoint, decision, compile_plan(decision.target, check_replicas=options.check_replicas))
+
+
+def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
+    """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong."""
     split = split_adapters(checkpoint, options)
     problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
@@ -50,13 +62,12 @@ def prepare(source: Path, options: MergeOptions) -> Preparation:
         problems += fused.problems
         notes += fused.notes
     if options.adapter_only and not split.adapters:
-        problems.append(UsageError(f"`{source}` holds no LoRA adapter", hint="leave `--adapter-only` out"))
+        problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
     reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
     model = families.name_model(base, checkpoint.config, options, reference) if base else Model({})
     raise_all([*problems, *model.problems])
     target = lay_out(model, checkpoint, options, written)
-    plan = compile_plan(target, check_replicas=options.check_replicas)
-    return Preparation(checkpoint, model, written, target, plan, (*notes, *target.notes))
+    return Decision(model, target, (*notes, *target.notes))
 
 
 def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:
@@ -75,25 +86,26 @@ def merge(source: Path, output: Path, options: MergeOptions | None = None, sink:
 
     options, started = options or MergeOptions(), monotonic()
     prepared = prepare(source, options)
+    model, target = prepared.decision.model, prepared.decision.target
     result = run_plan(prepared.plan, output, options.settings, sink, overwrite=options.overwrite)
-    verification = verify_output(prepared.target, output, prepared.model.family, options, sink)
-    values = prepared.target.weights
+    verification = verify_output(target, output, model.family, options, sink)
     return Report(
         source=str(source),
         output=str(output),
         checkpoint=prepared.checkpoint.title,
-        family=prepared.model.family,
-        tensors=len(values),
-        parameters=sum(value.size * value.dtype.packed for value in values),
+        family=model.family,
+        is_adapter=target.is_adapter,
+        tensors=len(target.weights),
+        parameters=sum(value.size * value.dtype.packed for value in target.weights),
         size=prepared.plan.size,
         files=tuple([(file.path, file.size) for file in prepared.plan.files]),
         seconds=monotonic() - started,
         write_seconds=result.seconds,
         peak_memory=peak_memory(),
         verification=verification,
-        notes=prepared.notes,
-        rounded=tuple(_list_rounded(values, result.rounded)),
-        dropped=prepared.model.dropped,
+        notes=prepared.decision.notes,
+        rounded=tuple(_list_rounded(target.weights, result.rounded)),
+        dropped=model.dropped,
         skipped=prepared.checkpoint.skipped,
     )
 

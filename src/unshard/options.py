@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from unshard.errors import UsageError
 from unshard.settings import Settings
+
+DTYPES = ("keep", "bf16", "fp16", "fp32")
+CONTAINERS = ("safetensors", "bin")
+VERIFY_MODES = ("full", "sample", "structure")
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """Bytes; transformers 4's and the hub's own default."""
@@ -53,3 +58,10 @@ class MergeOptions:
     shapes_from: Path | None = None
     backend: str | None = None
     settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a word that is not among the choices."""
+        chosen = {"dtype": DTYPES, "container": CONTAINERS, "verify": VERIFY_MODES}
+        for name, choices in chosen.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} is {getattr(self, name)!r}, which is none of {', '.join(choices)}")

@@ -64,6 +64,16 @@ class Target:
     notes: tuple[Note, ...] = field(default=())
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether there is no model in it, but a PEFT adapter alone."""
+        return all(is_adapter_file(file.path) for file in self.files if file.holds_weights)
+
+    @property
     def weights(self) -> list[Value]:
         """Every tensor of every weights file."""
         return [value for file in self.files if file.holds_weights for _, value in file.tensors]
+
+
+def is_adapter_file(path: str) -> bool:
+    """Whether a weights file holds a PEFT adapter."""
+    return path.rpartition("/")[2].startswith("adapter_model.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+
+from unshard.cli.surroundings import prepare_streams, terminable
 
 COMMANDS = {
     "inspect": "say what lies there: format, ranks, mesh, tensors, problems",
@@ -17,48 +19,81 @@ COMMANDS = {
 }
 """Each is a module of this package with `describe(parser)` and `run(arguments, printer) -> exit code`."""
 
-INTERRUPTED = 130
-BROKEN_PIPE = 141
-BUG = 70
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code. Errors of the user's world are printed, never raised."""
-    from unshard.cli.parser import build_parser
-    from unshard.errors import UnshardError
+    """Run a command; returns its exit code. Whatever goes wrong is printed, never raised."""
+    from unshard.cli.troubles import exit_code_of, explain, is_silent
     from unshard.report.printers import choose_printer
 
     words = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in words
-    printer = choose_printer(as_json=as_json, quiet=False, verbose=False)
+    prepare_streams()
+    printer = choose_printer(as_json=any(len(word) > 3 and "--json".startswith(word) for word in words))
     try:
-        wanted = next((word for word in words if not word.startswith("-")), None)
-        command = import_module(f"unshard.cli.{wanted}") if wanted in COMMANDS else None
-        describe = {wanted: command.describe} if command else {}
-        parser = build_parser([(name, line, describe.get(name)) for name, line in COMMANDS.items()])
-        arguments = parser.parse_args(words)
-        if command is None:
-            parser.print_help()
-            return 2
-        printer = choose_printer(as_json=arguments.json, quiet=arguments.quiet, verbose=arguments.verbose)
-        with printer:
-            exit_code: int = command.run(arguments, printer)
-            return exit_code
-    except UnshardError as error:
-        printer.error(error)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted: nothing was published", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except Exception as error:
-        if "--debug" in words:
-            raise
-        bug = UnshardError(
-            f"this is a bug in unshard: {type(error).__name__}: {error}",
-            hint="run the same command with --debug and report what it prints",
-        )
-        printer.error(bug)
-        return BUG
+        with terminable():
+            return _run(words)
+    except BaseException as error:
+        if "--debug" in words and isinstance(error, Exception):
+            import traceback
+
+            traceback.print_exc()
+        if not is_silent(error):
+            printer.error(explain(error, f"unshard {shlex.join(words)}"))
+        return exit_code_of(error)
+
+
+def _run(words: Sequence[str]) -> int:
+    """Find the command, parse its words, run it. Options that all commands know may stand before it."""
+    from unshard.cli.compat import DIALECTS
+    from unshard.cli.parser import build_parser
+    from unshard.cli.spelling import spell_out
+    from unshard.report.printers import choose_printer
+
+    place = next((place for place, word in enumerate(words) if not word.startswith("-")), None)
+    if place is None:
+        return _run_without_command(words)
+    name, others = words[place], [*words[:place], *words[place + 1 :]]
+    if name not in COMMANDS:
+        raise _unknown_command(name, others)
+    command = import_module(f"unshard.cli.{name}")
+    parser = build_parser(name, COMMANDS[name], command.describe)
+    arguments = parser.read(spell_out(others, parser.spellings, DIALECTS.get(name, ()), parser.prog))
+    arguments.command = name
+    with choose_printer(as_json=arguments.json, quiet=arguments.quiet, verbose=arguments.verbose) as printer:
+        exit_code: int = command.run(arguments, printer)
+        return exit_code
+
+
+def _run_without_command(words: Sequence[str]) -> int:
+    """`unshard --help`, `unshard --version`, or nothing to do."""
+    from unshard import __version__
+    from unshard.cli.parser import build_overview
+    from unshard.cli.spelling import spell_out
+    from unshard.errors import UsageError
+    from unshard.report.console import print_line
+    from unshard.report.printers import choose_printer
+
+    parser = build_overview(list(COMMANDS.items()))
+    arguments = parser.read(spell_out(words, parser.spellings, (), parser.prog))
+    if not arguments.version:
+        raise UsageError(f"no command was given; there are {', '.join(COMMANDS)}", hint="unshard --help")
+    printer = choose_printer(as_json=arguments.json)
+    printer.result(
+        "version", lambda: {"version": __version__}, lambda console: print_line(console, f"unshard {__version__}")
+    )
+    return 0
+
+
+def _unknown_command(name: str, others: Sequence[str]) -> Exception:
+    """The error of a first word that is no command: a misspelled one, or a path whose command was forgotten."""
+    from difflib import get_close_matches
+    from pathlib import Path
+
+    from unshard.errors import UsageError
+
+    near = get_close_matches(name, COMMANDS, 1)
+    if not near and Path(name).exists():
+        paths = [word for word in others if not word.startswith("-")]
+        line = shlex.join(["unshard", "merge" if paths else "inspect", name, *others])
+        return UsageError(f"`{name}` is a path; the command comes first: {', '.join(COMMANDS)}", hint=line)
+    hint = shlex.join(["unshard", near[0], *others]) if near else "unshard --help"
+    return UsageError(f"there is no command `{name}`; there are {', '.join(COMMANDS)}", hint=hint)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.cli import compat, requests
 from unshard.cli import parser as options
-from unshard.report.events import Message
-from unshard.report.printers import JsonPrinter, Printer
+from unshard.errors import UsageError
+from unshard.report.events import Event, Message, PhaseFinished
+from unshard.report.printers import Printer
+
+if TYPE_CHECKING:
+    from unshard.report.report import Report
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint, or a run that holds one")
-    parser.add_argument("output", nargs="?", type=Path, metavar="OUT", help="where to write the model")
+    parser.add_argument(
+        "source", nargs="?", type=options.path, metavar="SRC", help="a checkpoint, or a run that holds one"
+    )
+    parser.add_argument("output", nargs="?", type=options.path, metavar="OUT", help="where to write the model")
     options.add_source_options(parser)
     options.add_model_options(parser)
     options.add_output_options(parser)
@@ -22,21 +30,45 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
-    from unshard.hub import require_hub, upload
-    from unshard.merging import merge
+    """Merge, print the report, and upload if that was asked for."""
+    from unshard import hub
     from unshard.report.render import print_report
 
-    compat.share_positionals(arguments)
-    source, output = compat.source_of(arguments), compat.target_of(arguments)
-    for sentence in compat.idle_options(arguments):
+    compat.share_positionals(arguments, "output")
+    source, output = compat.source_of(arguments), compat.find_target(arguments)
+    if output is None:
+        line = shlex.join(["unshard", arguments.command, str(source)])
+        raise UsageError("OUT is missing: no place to write to was given", hint=f"{line} OUT")
+    for sentence in compat.list_idle(arguments):
         printer.sink(Message("note", sentence))
-    if arguments.hf_upload_path:
-        require_hub()
-    report = merge(source, output, requests.merge_options(arguments), printer.sink)
-    if arguments.hf_upload_path:
-        upload(output, arguments.hf_upload_path, private=arguments.private)
-    if isinstance(printer, JsonPrinter):
-        printer.write("report", report.to_json())
-    else:
-        print_report(report, verbose=arguments.verbose)
+    repository = arguments.hf_upload_path
+    if repository:
+        hub.check_upload(repository)
+    report = _merge(arguments, printer, source, output)
+    verbose = arguments.verbose
+    printer.result("report", report.to_json, lambda console: print_report(console, report, verbose=verbose))
+    if repository:
+        address = hub.upload(output, repository, [path for path, _ in report.files], private=arguments.private)
+        printer.sink(Message("note", f"uploaded to {address}"))
     return 0
+
+
+def _merge(arguments: argparse.Namespace, printer: Printer, source: Path, output: Path) -> Report:
+    """Merge; Ctrl-C says in which state it leaves the output."""
+    from unshard.merging import merge
+
+    published = False
+
+    def watch(event: Event) -> None:
+        nonlocal published
+        published = published or (isinstance(event, PhaseFinished) and event.phase == "write")
+        printer.sink(event)
+
+    try:
+        return merge(source, output, requests.merge_options(arguments), watch)
+    except KeyboardInterrupt as stop:
+        if not published:
+            raise type(stop)(f"`{output}` is as it was before") from None
+        hint = shlex.join(["unshard", "verify", str(output), "--against", str(source)])
+        message = f"the model in `{output}` is complete, but was not verified to the end"
+        raise type(stop)(message, hint) from None

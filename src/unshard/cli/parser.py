@@ -1,31 +1,45 @@
-"""The command line: one argparse parser, one small function per command that describes its arguments."""
+"""The command line: one argparse parser, and the groups of options that commands share."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich_argparse import RawDescriptionRichHelpFormatter
 
-from unshard.cli import compat
+from unshard.errors import UsageError
+from unshard.options import CONTAINERS, DTYPES, VERIFY_MODES
 
 EPILOG = """\
 exit codes:
-  0 done and verified    1 unexpected trouble        2 wrong usage
-  3 no checkpoint found  4 damaged or refused file   5 pieces missing or in conflict
-  6 names, shapes, ties  7 cannot write the output   8 verification failed
-  130 interrupted
+  0  done and verified           5    pieces missing or in conflict
+  1  the system refused          6    names, shapes or ties do not fit the model
+  2  wrong usage                 7    the output cannot be written
+  3  no checkpoint found         8    verification failed, or the models differ
+  4  damaged or refused file     130  interrupted (141: stdout was closed)
+  70 a bug in unshard
 """
+MOST_JOBS = 256
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_DTYPE_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
+def path(text: str) -> Path:
+    """A path; `~` is the home directory also in `--option=~/place`, where shells leave it alone."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; is a variable of the shell not set?")
+    return Path(text).expanduser() if text.startswith("~") else Path(text)
 
 
 def size(text: str) -> int:
     """A size as people write it: 5GB, 512MiB, 1000000. Decimal units are powers of ten, as transformers reads them."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
-    value = int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    value = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"`{text}` is no size; write it like 5GB, 512MiB or 1000000")
     return value
@@ -33,55 +47,114 @@ def size(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number above zero."""
-    if not text.isdecimal() or int(text) < 1:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above zero")
     return int(text)
 
 
+def jobs(text: str) -> int:
+    """A number of threads."""
+    number = count(text)
+    if number > MOST_JOBS:
+        raise argparse.ArgumentTypeError(f"{text} threads are more than {MOST_JOBS}, the most there can be")
+    return number
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is no number") from None
+    if not isfinite(value):
+        raise argparse.ArgumentTypeError(f"`{text}` is not a finite number")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number, zero or above."""
+    value = number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"`{text}` is below zero")
+    return value
+
+
+def one_of(choices: Sequence[str], synonyms: dict[str, str] | None = None) -> Callable[[str], str]:
+    """One of some words."""
+
+    def parse(text: str) -> str:
+        chosen = (synonyms or {}).get(text, text)
+        if chosen not in choices:
+            raise argparse.ArgumentTypeError(f"`{text}` is none of {', '.join(choices)}")
+        return chosen
+
+    return parse
+
+
+def braces(choices: Sequence[str]) -> str:
+    """How a usage line shows a choice: {a,b}."""
+    return "{" + ",".join(choices) + "}"
+
+
 class HelpFormatter(RawDescriptionRichHelpFormatter):
-    """rich's help, with group titles as they are written."""
+    """rich's help, with group titles as they are written, and no markup in texts."""
 
     group_name_formatter = str
+    help_markup = False
+    text_markup = False
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with verl's abbreviations, our error style, and `-` and `_` read alike in option names."""
+    """argparse with our errors. Abbreviations are spelled out before it sees them (`cli.spelling`)."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
-        super().__init__(**options)
+        super().__init__(allow_abbrev=False, **options)
 
-    def error(self, message: str) -> Any:
-        from unshard.errors import UsageError
-
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError, in our words where argparse's are known."""
+        missing = re.fullmatch(r"the following arguments are required: (.+)", message)
+        option = re.fullmatch(r"argument ([^:]+): (.+)", message, re.DOTALL)
+        if missing:
+            message = f"{missing[1]} is missing"
+        elif option:
+            message = f"`{option[1]}`: {option[2]}"
         raise UsageError(message, hint=f"{self.prog} --help")
 
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Resolve an abbreviation; where it could mean several options, those that verl's merger had go first."""
-        found: list[Any] = super()._get_option_tuples(option_string)
-        verl = [match for match in found if set(match[0].option_strings) & compat.VERL_OPTIONS]
-        return verl if len(verl) == 1 else found
+    @property
+    def spellings(self) -> Mapping[str, argparse.Action]:
+        """Every option string, with its action."""
+        return self._option_string_actions
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse words that were spelled out. Raises UsageError for those that mean nothing."""
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            self.error(f"`{self.prog}` does not take {', '.join([f'`{word}`' for word in unknown])}")
+        return found
 
 
-def build_parser(commands: Sequence[tuple[str, str, Callable[[argparse.ArgumentParser], None] | None]]) -> Parser:
-    """The whole parser from (name, one line of help, function that adds the arguments).
+def build_parser(command: str, line: str, describe: Callable[[argparse.ArgumentParser], None]) -> Parser:
+    """The parser of one command. `line` says in one line what it does, `describe` adds its arguments."""
+    parser = Parser(prog=f"unshard {command}", description=line, epilog=EPILOG)
+    describe(parser)
+    add_common_options(parser)
+    return parser
 
-    Only the command that is wanted needs the function; the others are there to be listed.
-    """
-    from unshard import __version__
 
+def build_overview(commands: Sequence[tuple[str, str]]) -> Parser:
+    """The parser of `unshard` itself: the commands, each with its line, and the common options."""
     parser = Parser(
         prog="unshard",
+        usage="unshard [-h] [--version] COMMAND ...",
         description="Turn the checkpoint fragments of distributed training into a Hugging Face model.",
-        epilog=EPILOG,
+        epilog=f"`unshard COMMAND --help` tells the options of a command.\n\n{EPILOG}",
     )
-    parser.add_argument("--version", action="version", version=f"unshard {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, line, describe in commands:
-        command = subparsers.add_parser(name, help=line, description=line)
-        if describe is not None:
-            describe(command)
-            add_common_options(command)
+    group = parser.add_argument_group("commands")
+    for name, line in commands:
+        group.add_argument(name, help=line, nargs="?")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    add_common_options(parser)
     return parser
 
 
@@ -89,17 +162,17 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """What every command understands."""
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--json", action="store_true", help="print JSON lines on stdout: every event, the report, errors"
+        "--json", action="store_true", help="print JSON lines on stdout: every event, the result, errors"
     )
-    group.add_argument("-q", "--quiet", action="store_true", help="print no progress")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress and no notes, only results and warnings")
     group.add_argument("-v", "--verbose", action="store_true", help="say more: every tensor that a note is about")
-    group.add_argument("--debug", action="store_true", help="show a traceback when something unexpected happens")
+    group.add_argument("--debug", action="store_true", help="show where in the code an error comes from")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """How hard to work."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--jobs", type=count, metavar="N", help="threads (default: the cores, at most 4)")
+    group.add_argument("--jobs", type=jobs, metavar="N", help="threads (default: the cores, at most 4)")
     group.add_argument("--memory", type=size, metavar="SIZE", help="what all buffers may take (default: 64MiB)")
 
 
@@ -107,15 +180,16 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Where the pieces lie."""
     group = parser.add_argument_group("source")
     group.add_argument(
-        "--also", type=Path, action="append", default=[], metavar="DIR",
+        "--also", type=path, action="append", default=[], metavar="DIR",
         help="a further directory with pieces of the same checkpoint (node-local disks); may be repeated",
     )  # fmt: skip
     group.add_argument(
-        "--config", "--hf_model_path", type=Path, metavar="DIR",
-        help="take config.json, tokenizer and other side files from DIR (--hf_model_path is verl's word)",
+        "--config", "--hf_model_path", type=path, metavar="DIR",
+        help="take config.json, tokenizer and other side files from DIR, or a file as config.json "
+        "(--hf_model_path is verl's word)",
     )  # fmt: skip
     group.add_argument(
-        "--shapes-from", type=Path, metavar="DIR",
+        "--shapes-from", type=path, metavar="DIR",
         help="a reference model whose parameter shapes unflatten FSDP1 flat parameters",
     )  # fmt: skip
 
@@ -124,7 +198,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What should come out."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep",
+        "--dtype", type=one_of(DTYPES, _DTYPE_SYNONYMS), default="keep", metavar=braces(DTYPES),
         help="round floating-point tensors to this type; keep (default) changes no bit",
     )  # fmt: skip
     group.add_argument(
@@ -140,14 +214,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     how = lora.add_mutually_exclusive_group()
     how.add_argument("--fuse-lora", action="store_true", help="add the adapter into the base weights (fp32 arithmetic)")
     how.add_argument("--adapter-only", action="store_true", help="write the PEFT adapter, without the base model")
-    lora.add_argument("--lora-alpha", type=float, metavar="ALPHA", help="alpha, where the checkpoint does not say")
+    lora.add_argument("--lora-alpha", type=number, metavar="ALPHA", help="alpha, where the checkpoint does not say")
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """How it is written."""
     group = parser.add_argument_group("files")
     group.add_argument(
-        "--format", dest="container", choices=["safetensors", "bin"], default="safetensors",
+        "--format", dest="container", type=one_of(CONTAINERS), default="safetensors", metavar=braces(CONTAINERS),
         help="model.safetensors (default) or pytorch_model.bin",
     )  # fmt: skip
     group.add_argument(
@@ -155,7 +229,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--overwrite", action="store_true", help="replace the model that lies at the target")
     group.add_argument(
-        "--verify", choices=["full", "sample", "structure"], default="full",
+        "--verify", type=one_of(VERIFY_MODES), default="full", metavar=braces(VERIFY_MODES),
         help="read back all contents (default), samples of them, or the structure alone",
     )  # fmt: skip
     group.add_argument("--check-replicas", action="store_true", help="compare the bytes of all replicas before writing")

@@ -1,19 +1,31 @@
-"""`unshard plan SRC OUT`."""
+"""`unshard plan SRC [OUT]`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from unshard.cli import compat, requests
 from unshard.cli import parser as options
-from unshard.report.printers import JsonPrinter, Printer
+from unshard.report.events import Message
+from unshard.report.printers import Printer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unshard.merging import Preparation
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint, or a run that holds one")
-    parser.add_argument("output", nargs="?", type=Path, metavar="OUT", help="where a merge would write")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON to FILE")
+    parser.add_argument(
+        "source", nargs="?", type=options.path, metavar="SRC", help="a checkpoint, or a run that holds one"
+    )
+    parser.add_argument(
+        "output", nargs="?", type=options.path, metavar="OUT", help="where a merge would write; it is checked, too"
+    )
+    parser.add_argument("--save", type=options.path, metavar="FILE", help="write the plan as JSON to FILE")
     options.add_source_options(parser)
     options.add_model_options(parser)
     options.add_output_options(parser)
@@ -22,26 +34,56 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
+    """Print the plan, then raise all reasons why it could not be run as it is."""
+    from unshard.errors import raise_all
     from unshard.merging import prepare
+    from unshard.run.preflight import check_output
+
+    compat.share_positionals(arguments, "output")
+    source, output = compat.source_of(arguments), compat.find_target(arguments)
+    for sentence in compat.list_idle(arguments):
+        printer.sink(Message("note", sentence))
+    if arguments.hf_upload_path:
+        printer.sink(Message("note", "a plan uploads nothing: `--hf_upload_path` is for `merge`"))
+    prepared = prepare(source, requests.merge_options(arguments))
+    if arguments.save:
+        _save(prepared, arguments.save)
+    printer.result(
+        "plan",
+        lambda: _to_json(prepared),
+        lambda console: _print(console, prepared, verbose=arguments.verbose),
+    )
+    if output is not None:
+        raise_all(check_output(prepared.plan, output, overwrite=arguments.overwrite))
+    return 0
+
+
+def _to_json(prepared: Preparation) -> dict[str, Any]:
     from unshard.plan.document import to_json
-    from unshard.plan.explain import explain
-    from unshard.report.render import plain_console, print_notes
     from unshard.report.report import note_to_json
 
-    compat.share_positionals(arguments)
-    prepared = prepare(compat.source_of(arguments), requests.merge_options(arguments))
-    if arguments.save:
-        import json
+    notes = [note_to_json(note) for note in prepared.decision.notes]
+    return {"plan": to_json(prepared.plan), "notes": notes, "dropped": dict(prepared.decision.model.dropped)}
 
-        arguments.save.write_text(json.dumps(to_json(prepared.plan)) + "\n")
-    if isinstance(printer, JsonPrinter):
-        notes = [note_to_json(note) for note in prepared.notes]
-        printer.write("plan", {"plan": to_json(prepared.plan), "notes": notes, "dropped": dict(prepared.model.dropped)})
-        return 0
-    console = plain_console()
-    for line in explain(prepared.plan, prepared.target if arguments.verbose else None):
-        console.print(line, markup=False)
-    if prepared.notes:
-        console.print("\nNotes")
-        print_notes(console, prepared.notes, verbose=arguments.verbose)
-    return 0
+
+def _print(console: Console, prepared: Preparation, *, verbose: bool) -> None:
+    from unshard.plan.explain import explain
+    from unshard.report.console import print_line, print_title
+    from unshard.report.render import print_notes
+
+    for line in explain(prepared.plan, prepared.decision.target if verbose else None):
+        print_line(console, line)
+    if prepared.decision.notes:
+        print_title(console, "Notes")
+        print_notes(console, prepared.decision.notes, verbose=verbose)
+
+
+def _save(prepared: Preparation, file: Path) -> None:
+    """Write the plan's document. Raises OutputError where that fails."""
+    from unshard.errors import OutputError
+    from unshard.plan.document import to_json
+
+    try:
+        file.write_text(json.dumps(to_json(prepared.plan)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{file}: the plan cannot be saved: {error.strerror}", hint="choose another file") from error

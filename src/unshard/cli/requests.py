@@ -9,14 +9,14 @@ from unshard.options import DEFAULT_SHARD_SIZE, MergeOptions
 from unshard.settings import Settings
 
 
-def settings(arguments: argparse.Namespace) -> Settings:
+def engine_settings(arguments: argparse.Namespace) -> Settings:
     """The engine's knobs."""
     given = {name: value for name in ("jobs", "memory") if (value := getattr(arguments, name, None)) is not None}
     return Settings(**given)
 
 
 def merge_options(arguments: argparse.Namespace) -> MergeOptions:
-    """All options of `merge`, `plan` and `test`. Raises UsageError where two of them contradict each other."""
+    """All options of `merge`, `plan`, `verify`, `test`. Raises UsageError where two of them contradict each other."""
     if arguments.tie_word_embedding and arguments.untie_word_embedding:
         raise UsageError(
             "`--tie-word-embedding` and `--untie-word-embedding` exclude each other", hint="give one of them"
@@ -45,5 +45,5 @@ def merge_options(arguments: argparse.Namespace) -> MergeOptions:
         lora_alpha=arguments.lora_alpha,
         shapes_from=arguments.shapes_from,
         backend=arguments.backend,
-        settings=settings(arguments),
+        settings=engine_settings(arguments),
     )

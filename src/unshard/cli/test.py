@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import shlex
 
 from unshard.cli import compat
 from unshard.cli import parser as options
@@ -14,9 +14,11 @@ from unshard.report.printers import Printer
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", type=Path, metavar="SRC", help="a checkpoint or a merged model")
-    parser.add_argument("reference", nargs="?", type=Path, metavar="HF_DIR", help="the model to compare it with")
-    parser.add_argument("--test_hf_dir", type=Path, metavar="DIR", help="the same as HF_DIR")
+    parser.add_argument("source", nargs="?", type=options.path, metavar="SRC", help="a checkpoint or a merged model")
+    parser.add_argument(
+        "reference", nargs="?", type=options.path, metavar="HF_DIR", help="the model to compare it with"
+    )
+    parser.add_argument("--test_hf_dir", type=options.path, metavar="DIR", help="the same as HF_DIR")
     add_tolerance(parser)
     options.add_source_options(parser)
     options.add_model_options(parser)
@@ -25,12 +27,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
-    for sentence in compat.idle_options(arguments):
-        printer.sink(Message("note", sentence))
-    if arguments.local_dir is not None and arguments.source is not None and arguments.reference is None:
-        arguments.source, arguments.reference = None, arguments.source
+    """See `verify.judge`."""
+    compat.share_positionals(arguments, "reference")
     source = compat.source_of(arguments)
     reference = compat.choose_one(arguments.reference, arguments.test_hf_dir, ("HF_DIR", "--test_hf_dir"))
     if reference is None:
-        raise UsageError("no model to compare with", hint=f"unshard test {source} --test_hf_dir HF_DIR")
+        line = shlex.join(["unshard", "test", str(source), "--test_hf_dir"])
+        raise UsageError("HF_DIR is missing: no model to compare with was given", hint=f"{line} HF_DIR")
+    for sentence in compat.list_idle(arguments):
+        printer.sink(Message("note", sentence))
     return judge(arguments, printer, source, reference)

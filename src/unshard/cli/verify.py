@@ -7,12 +7,12 @@ from pathlib import Path
 
 from unshard.cli import compat, requests
 from unshard.cli import parser as options
-from unshard.report.printers import JsonPrinter, Printer
+from unshard.report.printers import Printer
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, metavar="OUT", help="a merged model")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="its source, or any Hugging Face model")
+    parser.add_argument("output", type=options.path, metavar="OUT", help="a merged model")
+    parser.add_argument("--against", type=options.path, metavar="DIR", help="its source, or any Hugging Face model")
     add_tolerance(parser)
     options.add_source_options(parser)
     options.add_model_options(parser)
@@ -23,17 +23,18 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def add_tolerance(parser: argparse.ArgumentParser) -> None:
     """What still counts as equal."""
     group = parser.add_argument_group("tolerance (default: equal bits)")
-    group.add_argument("--atol", type=float, metavar="X", help="greatest absolute difference")
-    group.add_argument("--rtol", type=float, metavar="X", help="greatest relative difference")
-    group.add_argument("--min-cosine", type=float, metavar="X", help="least cosine similarity of each tensor")
+    group.add_argument("--atol", type=options.positive, metavar="X", help="greatest absolute difference")
+    group.add_argument("--rtol", type=options.positive, metavar="X", help="greatest relative difference")
+    group.add_argument("--min-cosine", type=options.number, metavar="X", help="least cosine similarity of each tensor")
 
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
+    """See `judge`."""
     return judge(arguments, printer, arguments.output, arguments.against)
 
 
 def judge(arguments: argparse.Namespace, printer: Printer, output: Path, against: Path | None) -> int:
-    """Compare and print the verdict; the exit code is that of VerificationError where it does not hold."""
+    """Compare and print the verdict. Raises VerificationError where it does not hold."""
     from unshard.errors import VerificationError
     from unshard.report.verdict import print_verdict, verdict_to_json
     from unshard.verify.against import verify_against
@@ -41,8 +42,11 @@ def judge(arguments: argparse.Namespace, printer: Printer, output: Path, against
 
     tolerance = Tolerance(arguments.atol, arguments.rtol, arguments.min_cosine)
     verdict = verify_against(output, against, tolerance, requests.merge_options(arguments), printer.sink)
-    if isinstance(printer, JsonPrinter):
-        printer.write("verdict", verdict_to_json(verdict))
-    else:
-        print_verdict(verdict, verbose=arguments.verbose)
-    return 0 if verdict.holds else VerificationError.exit_code
+    printer.result(
+        "verdict",
+        lambda: verdict_to_json(verdict),
+        lambda console: print_verdict(console, verdict, verbose=arguments.verbose),
+    )
+    if not verdict.holds:
+        raise VerificationError(f"`{output}` and `{against}` are not the same model", hint=verdict.hint)
+    return 0

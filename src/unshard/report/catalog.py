@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint
-from unshard.report.render import plain_console, print_facts, print_notes
+from unshard.report.console import print_facts, print_line, print_table, print_title
+from unshard.report.printers import problem_to_json
+from unshard.report.render import print_notes
 from unshard.report.report import note_to_json
 from unshard.report.words import bytes_in_words, count_in_words, names_in_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def catalog_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -26,40 +31,38 @@ def catalog_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
             tensor.name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "chunks": len(tensor.chunks)}
             for tensor in checkpoint.tensors.values()
         },
+        "architecture": _architecture(checkpoint),
         "adapter": dict(checkpoint.adapter) if checkpoint.adapter else None,
         "assets": [asset.path for asset in checkpoint.assets],
         "skipped": dict(checkpoint.skipped),
         "notes": [note_to_json(note) for note in checkpoint.notes],
-        "problems": [
-            {"code": problem.code, "message": problem.message, "hint": problem.hint} for problem in checkpoint.problems
-        ],
+        "problems": [problem_to_json(problem) for problem in checkpoint.problems],
     }
 
 
-def print_catalog(checkpoint: Checkpoint, *, tensors: bool) -> None:
-    """The catalog for people; with `tensors` a line for each."""
-    from rich.text import Text
-
-    console = plain_console()
-    console.print(Text(checkpoint.title, style="bold"))
-    print_facts(console, _facts(checkpoint))
+def print_catalog(console: Console, checkpoint: Checkpoint, *, tensors: bool, verbose: bool) -> None:
+    """The catalog for people; with `tensors` a line for each, with `verbose` every name that a note is about."""
+    print_line(console, (checkpoint.title, "bold"))
+    print_facts(console, _facts(checkpoint, verbose=verbose))
     if checkpoint.notes:
-        console.print(Text("\nNotes", style="bold"))
-        print_notes(console, checkpoint.notes, verbose=tensors)
+        print_title(console, "Notes")
+        print_notes(console, checkpoint.notes, verbose=verbose)
     if tensors:
-        console.print(Text("\nTensors", style="bold"))
-        for tensor in checkpoint.tensors.values():
-            pieces = count_in_words(len(tensor.chunks), "chunk")
-            console.print(Text(f"  {tensor.name}  {tensor.dtype} {list(tensor.shape)}  {pieces}"))
+        print_title(console, "Tensors")
+        rows = [
+            (tensor.name, tensor.dtype.name, str(list(tensor.shape)), count_in_words(len(tensor.chunks), "chunk"))
+            for tensor in checkpoint.tensors.values()
+        ]
+        print_table(console, rows)
     if checkpoint.problems:
-        console.print(Text(f"\n{count_in_words(len(checkpoint.problems), 'problem')}", style="bold red"))
+        print_title(console, "Problems")
         for problem in checkpoint.problems:
-            console.print(Text(f" x {problem.message}"))
+            print_line(console, (" x ", "bold red"), problem.message)
             if problem.hint:
-                console.print(Text(f"   hint: {problem.hint}", style="cyan"))
+                print_line(console, "   ", ("hint: ", "bold cyan"), problem.hint)
 
 
-def _facts(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _facts(checkpoint: Checkpoint, *, verbose: bool) -> Iterator[tuple[str, str]]:
     for name, path in checkpoint.roots.items():
         yield name, str(path)
     yield "format", checkpoint.format
@@ -67,18 +70,30 @@ def _facts(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         mesh = " x ".join([f"{name}={size}" for name, size in checkpoint.mesh])
         yield "world", count_in_words(checkpoint.world_size, "rank") + (f", mesh {mesh}" if mesh else "")
     if checkpoint.placements:
-        yield "placements", ", ".join([f"{name}: {count}" for name, count in checkpoint.placements.items()])
-    total = sum(tensor.size for tensor in checkpoint.tensors.values())
+        yield "placements", ", ".join([f"{name}: {count:,}" for name, count in checkpoint.placements.items()])
+    total = sum(tensor.size * tensor.dtype.packed for tensor in checkpoint.tensors.values())
     yield "tensors", f"{len(checkpoint.tensors):,}, {total:,} elements, {bytes_in_words(checkpoint.size_in_bytes)}"
     dtypes = Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())
-    yield "dtypes", ", ".join([f"{name}: {count}" for name, count in dtypes.most_common()])
+    yield "dtypes", ", ".join([f"{name}: {count:,}" for name, count in dtypes.most_common()])
     lora = [name for name in checkpoint.tensors if "lora_" in name]
     if lora:
-        yield "adapters", f"{count_in_words(len(lora), 'LoRA tensor')} ({names_in_words(lora, 1)})"
-    config = checkpoint.config or {}
-    architecture = ", ".join(config.get("architectures") or []) or config.get("model_type")
-    yield "model", str(architecture) if architecture else "no config.json: a merge needs `--config DIR`"
+        yield "adapters", f"{count_in_words(len(lora), 'LoRA tensor')}; {_describe_adapter(checkpoint)}"
+    yield "model", _architecture(checkpoint) or "no config.json: a merge needs `--config DIR` or `--weights-only`"
     if checkpoint.assets:
         yield "side files", ", ".join([asset.path for asset in checkpoint.assets])
     if checkpoint.skipped:
-        yield "skipped", names_in_words(list(checkpoint.skipped))
+        yield "skipped", names_in_words(list(checkpoint.skipped), len(checkpoint.skipped) if verbose else 3)
+
+
+def _architecture(checkpoint: Checkpoint) -> str | None:
+    """What config.json calls the model's class, or else its type."""
+    config = checkpoint.config or {}
+    classes = config.get("architectures")
+    names = [str(name) for name in classes] if isinstance(classes, list) else []
+    return ", ".join(names) or (str(config["model_type"]) if config.get("model_type") else None)
+
+
+def _describe_adapter(checkpoint: Checkpoint) -> str:
+    recorded = checkpoint.adapter or {}
+    facts = [f"{key} {recorded[key]}" for key in ("r", "lora_alpha") if recorded.get(key)]
+    return ", ".join(facts) + " recorded" if facts else "alpha is not recorded: a merge needs `--lora-alpha N`"

@@ -1,190 +1,208 @@
-"""Events → a terminal, a log, or JSON lines. Progress goes to stderr; with `--json` everything goes to stdout."""
+"""Where the words of a command go: results to stdout, all else to stderr; with `--json` everything to stdout."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from threading import Lock
+from threading import RLock
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from unshard.errors import UnshardError
+from unshard.errors import OutputError, UnshardError
+from unshard.report.console import make_console, print_line
 from unshard.report.events import Advanced, Event, Message, PhaseFinished, PhaseStarted
-from unshard.report.words import bytes_in_words, seconds_in_words
+from unshard.report.progress import Bars, Display, Lines, Phase
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.console import Console
 
-LOG_EVERY = 10.0
-"""Seconds between two lines of progress in a log."""
 JSON_EVERY = 0.5
 """Seconds between two progress events in JSON."""
 
-PHASES = {"claims": "Checking", "write": "Writing", "verify": "Verifying", "compare": "Comparing"}
+LEVELS = {"note": "dim", "warning": "yellow", "debug": "dim"}
+"""Levels of messages, with their styles."""
+
+
+class ReaderGone(BaseException):
+    """Nobody reads stdout any more (`unshard … | head`): the command stops, as after Ctrl-C."""
 
 
 class Printer(Protocol):
-    """Where a command's words go. A context: progress is shown between enter and exit."""
+    """A context: progress is shown between enter and exit. `sink` may be called from any thread."""
 
     def __enter__(self) -> Printer: ...
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None: ...
 
     def sink(self, event: Event) -> None:
-        """Take an event; from any thread."""
+        """Take an event."""
+
+    def result(self, event: str, values: Callable[[], dict[str, Any]], show: Callable[[Console], None]) -> None:
+        """Print what a command found out: `show` it to people, or its `values` in JSON.
+
+        Raises ReaderGone where stdout is a pipe that nobody reads, OutputError where it cannot be written to.
+        """
 
     def error(self, error: UnshardError) -> None:
         """Say what went wrong."""
 
 
-def choose_printer(*, as_json: bool, quiet: bool, verbose: bool) -> Printer:
+def choose_printer(*, as_json: bool, quiet: bool = False, verbose: bool = False) -> Printer:
     """The printer that fits the options and the terminal."""
-    if as_json:
-        return JsonPrinter(sys.stdout)
-    if quiet or not sys.stderr.isatty():
-        return LogPrinter(sys.stderr, quiet=quiet, verbose=verbose)
-    return TerminalPrinter(verbose=verbose)
+    return JsonPrinter(sys.stdout) if as_json else PeoplePrinter(quiet=quiet, verbose=verbose)
 
 
-class _Phase:
-    """Bytes done, rate and time left of one phase."""
+class PeoplePrinter:
+    """Text; progress as a bar on a terminal, else as a line now and then."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.started = total, 0, monotonic()
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+        self._quiet, self._verbose = quiet, verbose
+        self._phases: dict[str, Phase] = {}
+        self._display: Display | None = None
+        self._stderr: Console | None = None
+        self._lock = RLock()
 
-    def line(self) -> str:
-        seconds = monotonic() - self.started
-        rate = self.done / seconds if seconds else 0.0
-        left = (self.total - self.done) / rate if rate else 0.0
-        share = 100 * self.done / self.total if self.total else 100.0
-        return (
-            f"{bytes_in_words(self.done)} of {bytes_in_words(self.total)} ({share:.0f} %), "
-            f"{bytes_in_words(rate)}/s, {seconds_in_words(left)} left"
-        )
-
-
-class LogPrinter:
-    """Plain lines, one now and then."""
-
-    def __init__(self, stream: TextIO, *, quiet: bool = False, verbose: bool = False) -> None:
-        self._stream, self._quiet, self._verbose = stream, quiet, verbose
-        self._phases: dict[str, _Phase] = {}
-        self._last = monotonic()
-        self._lock = Lock()
-
-    def __enter__(self) -> LogPrinter:
+    def __enter__(self) -> PeoplePrinter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stream.flush()
+        with self._lock:
+            if self._display is not None:
+                self._display.close()
 
     def sink(self, event: Event) -> None:
         with self._lock:
-            if isinstance(event, PhaseStarted):
-                self._phases[event.phase] = _Phase(event.total)
-            elif isinstance(event, Advanced):
-                phase = self._phases.setdefault(event.phase, _Phase(0))
-                phase.done += event.size
-                if monotonic() - self._last >= LOG_EVERY and not self._quiet:
-                    self._last = monotonic()
-                    print(f"{PHASES.get(event.phase, event.phase)}: {phase.line()}", file=self._stream, flush=True)
-            elif isinstance(event, Message) and self._shows(event.level):
-                print(f"{event.level}: {event.text}", file=self._stream, flush=True)
+            if isinstance(event, Message):
+                if self._shows(event.level):
+                    self._say((f"{event.level}: ", LEVELS[event.level]), event.text)
+            elif not self._quiet:
+                self._advance(event)
+
+    def result(self, event: str, values: Callable[[], dict[str, Any]], show: Callable[[Console], None]) -> None:
+        self.__exit__(None, None, None)
+        write_out(lambda: show(make_console(sys.stdout)), sys.stdout)
+
+    def error(self, error: UnshardError) -> None:
+        self._say(("error: ", "bold red"), error.message)
+        if error.hint:
+            self._say("\n", ("hint: ", "bold cyan"), error.hint)
 
     def _shows(self, level: str) -> bool:
         return level == "warning" or self._verbose or (level == "note" and not self._quiet)
 
-    def error(self, error: UnshardError) -> None:
-        print(f"error: {error}", file=self._stream, flush=True)
+    def _say(self, *parts: str | tuple[str, str]) -> None:
+        """A line on stderr. Where nobody reads it, the work goes on in silence."""
+        try:
+            print_line(self._console(), *parts)
+        except OSError:
+            self._quiet = True
 
-
-class TerminalPrinter:
-    """A progress bar with bytes, rate and time left."""
-
-    def __init__(self, *, verbose: bool = False) -> None:
-        self._verbose = verbose
-        self._progress: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> TerminalPrinter:
-        return self
-
-    def _bar(self) -> Progress:
-        if self._progress is None:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
-
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            console = Console(stderr=True)
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-            self._progress.start()
-        return self._progress
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def sink(self, event: Event) -> None:
+    def _advance(self, event: PhaseStarted | Advanced | PhaseFinished) -> None:
+        if self._display is None:
+            self._display = self._choose_display()
         if isinstance(event, PhaseStarted):
-            self._tasks[event.phase] = self._bar().add_task(PHASES.get(event.phase, event.phase), total=event.total)
-        elif isinstance(event, Advanced):
-            self._bar().advance(self._tasks[event.phase], event.size)
-        elif isinstance(event, PhaseFinished):
-            self._bar().remove_task(self._tasks.pop(event.phase))
-        elif event.level != "debug" or self._verbose:
-            print(f"{event.level}: {event.text}", file=sys.stderr)
+            self._phases[event.phase] = Phase(event.phase, event.total)
+            return
+        phase = self._phases[event.phase]
+        try:
+            if isinstance(event, Advanced):
+                phase.done += event.size
+                self._display.show(phase)
+            else:
+                self._display.remove(phase)
+        except OSError:
+            self._quiet = True
 
-    def error(self, error: UnshardError) -> None:
-        from rich.console import Console
-        from rich.text import Text
+    def _choose_display(self) -> Display:
+        console = self._console()
+        return Bars(console) if console.is_terminal and not console.is_dumb_terminal else Lines(self._say)
 
-        text = Text("error: ", style="bold red").append(error.message, style="default not bold")
-        if error.hint:
-            text.append("\n\n").append("hint: ", style="bold cyan").append(error.hint, style="default not bold")
-        Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+    def _console(self) -> Console:
+        """One for bars and messages, so that neither writes over the other."""
+        if self._stderr is None:
+            self._stderr = make_console(sys.stderr)
+        return self._stderr
 
 
 class JsonPrinter:
-    """One JSON object a line; the field `event` says what it is."""
+    """One JSON object a line; its member `event` says what it is (docs/reference/cli.md)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._done: dict[str, int] = {}
-        self._last: dict[str, float] = {}
-        self._lock = Lock()
+        self._phases: dict[str, Phase] = {}
+        self._told: dict[str, float] = {}
+        self._lock = RLock()
 
     def __enter__(self) -> JsonPrinter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stream.flush()
-
-    def write(self, event: str, values: dict[str, Any]) -> None:
-        """Print one event."""
-        print(json.dumps({"event": event, **values}), file=self._stream, flush=True)
+        """Nothing to clean up: every line is flushed."""
 
     def sink(self, event: Event) -> None:
         with self._lock:
-            if isinstance(event, Advanced):
-                self._done[event.phase] = self._done.get(event.phase, 0) + event.size
-                if monotonic() - self._last.get(event.phase, 0.0) >= JSON_EVERY:
-                    self._last[event.phase] = monotonic()
-                    self.write("progress", {"phase": event.phase, "bytes": self._done[event.phase]})
-                return
-            names = {PhaseStarted: "phase-started", PhaseFinished: "phase-finished", Message: "message"}
-            self.write(names[type(event)], asdict(event))
+            if isinstance(event, Message):
+                self._write("message", asdict(event))
+            elif isinstance(event, PhaseStarted):
+                self._phases[event.phase] = Phase(event.phase, event.total)
+                self._write("phase-started", {"phase": event.phase, "total_bytes": event.total})
+            elif isinstance(event, Advanced):
+                self._advance(self._phases[event.phase], event.size)
+            else:
+                done = self._phases[event.phase].done
+                self._write("phase-finished", {"phase": event.phase, "bytes": done, "seconds": round(event.seconds, 3)})
+
+    def result(self, event: str, values: Callable[[], dict[str, Any]], show: Callable[[Console], None]) -> None:
+        self._write(event, values())
 
     def error(self, error: UnshardError) -> None:
-        values = {"code": error.code, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        self.write("error", values)
+        self._write("error", error_to_json(error))
+
+    def _advance(self, phase: Phase, size: int) -> None:
+        phase.done += size
+        if monotonic() - self._told.get(phase.name, 0.0) < JSON_EVERY:
+            return
+        self._told[phase.name] = monotonic()
+        left = phase.seconds_left
+        self._write(
+            "progress",
+            {
+                "phase": phase.name,
+                "bytes": phase.done,
+                "total_bytes": phase.total,
+                "bytes_per_second": round(phase.rate),
+                "seconds_left": None if left is None else round(left, 1),
+            },
+        )
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        line = json.dumps({"event": event, **values}, allow_nan=False)
+        with self._lock:
+            write_out(lambda: print(line, file=self._stream), self._stream)
+
+
+def error_to_json(error: UnshardError) -> dict[str, Any]:
+    """An error's members; `problems` are those it consists of, if it tells of several."""
+    problems = [problem_to_json(problem) for problem in error.problems]
+    return {**problem_to_json(error), "exit_code": error.exit_code, "problems": problems}
+
+
+def problem_to_json(problem: UnshardError) -> dict[str, Any]:
+    """One problem: its kind, what is wrong, what to do."""
+    return {"code": problem.code, "message": problem.message, "hint": problem.hint}
+
+
+def write_out(write: Callable[[], object], stream: TextIO) -> None:
+    """Write and flush. Raises ReaderGone for a closed pipe, OutputError for a full disk and its like."""
+    try:
+        write()
+        stream.flush()
+    except BrokenPipeError:
+        raise ReaderGone from None
+    except OSError as error:
+        raise OutputError(f"stdout cannot be written to: {error.strerror}") from error

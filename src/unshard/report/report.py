@@ -42,12 +42,20 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of a merge. Sizes in bytes, times in seconds, `rate` in bytes per second, `peak_memory` in bytes."""
+    """The report of a merge. Sizes in bytes, times in seconds, `rate` in bytes per second, `peak_memory` in bytes.
+
+    checkpoint: what lay there, in one line.
+    family:     the architecture that names and shapes were checked against; None: no family knows it.
+    is_adapter: a PEFT adapter was written, without a base model.
+    files:      (path, size) of every file, in the order in which they were published.
+    dropped:    stored name → why the tensor is not in the output; skipped: the same for entries that are no tensors.
+    """
 
     source: str
     output: str
     checkpoint: str
     family: str | None
+    is_adapter: bool
     tensors: int
     parameters: int
     size: int
@@ -72,6 +80,7 @@ class Report:
             "output": self.output,
             "checkpoint": self.checkpoint,
             "family": self.family,
+            "is_adapter": self.is_adapter,
             "tensors": self.tensors,
             "parameters": self.parameters,
             "bytes": self.size,

@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures and names as people read them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ def bytes_in_words(size: float) -> str:
     for unit in ("kB", "MB", "GB"):
         size /= 1000
         if size < 999.5:
-            return f"{size:.3g} {unit}" if size < 100 else f"{size:.0f} {unit}"
+            return f"{size:.3g} {unit}"
     return f"{size / 1000:.3g} TB"
 
 
 def seconds_in_words(seconds: float) -> str:
-    """75 → "1 min 15 s"."""
-    if seconds < 60:
+    """0.04 → "0.04 s"; 75 → "1 min 15 s"."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -32,5 +34,21 @@ def count_in_words(count: int, noun: str, plural: str = "") -> str:
 
 def names_in_words(names: Sequence[str], most: int = 3) -> str:
     """The first names and how many more there are."""
-    shown = ", ".join([f"`{name}`" for name in names[:most]])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+    shown = ", ".join([f"`{one_line(name)}`" for name in names[:most]])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def printable(text: str) -> str:
+    r"""Text from files and file names without what a terminal would obey: "\x1b[2J" → "\\x1b[2J". Line breaks stay."""
+    if text.isprintable():
+        return text
+    return "".join([char if char.isprintable() or char == "\n" else _escape(char) for char in text])
+
+
+def one_line(text: str) -> str:
+    """The same for what must not go over several lines: a name, a path."""
+    return text if text.isprintable() else "".join([char if char.isprintable() else _escape(char) for char in text])
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")

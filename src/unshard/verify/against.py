@@ -1,39 +1,40 @@
-"""`verify OUT [--against SRC|HF_DIR]` and verl's `test`: a model checked on its own or against another.
-
-Either side may be a Hugging Face directory or a checkpoint; a checkpoint is named as a merge would name it, so that the
-two sides speak of the same tensors.
-"""
+"""`verify OUT [--against SRC|HF_DIR]` and verl's `test`: a model checked on its own or against another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard import families
-from unshard.checkpoint import Checkpoint, Note
-from unshard.errors import raise_all
-from unshard.formats.huggingface.reader import HuggingFace
-from unshard.formats.huggingface.target import cast_values
-from unshard.merging import split_adapters
-from unshard.opening import open_checkpoint
+from unshard.checkpoint import Note
 from unshard.options import MergeOptions
 from unshard.report.events import Sink
-from unshard.tensors import Tensor
-from unshard.verify.compare import Comparison, Side, Tolerance, compare
-from unshard.verify.structure import ask_safetensors
+from unshard.report.words import bytes_in_words
+from unshard.verify.compare import Comparison, Tolerance, compare
+from unshard.verify.sentences import Findings
+from unshard.verify.sides import Side, is_adapter, is_model, make_side, open_place
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was checked: structure always; `comparison` where there was something to compare with."""
+    """What was checked: structure always; `comparison` where there was something to compare with.
+
+    size:             bytes of all tensors of the model that was checked; `tensors` is how many they are.
+    proven, unproven: sentences.
+    hint:             what may explain the differences, if there are any.
+    """
 
     output: str
     against: str | None
     family: str | None
+    is_adapter: bool
     tensors: int
     size: int
     notes: tuple[Note, ...]
     comparison: Comparison | None
+    proven: tuple[str, ...]
+    unproven: tuple[str, ...]
+    hint: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -43,47 +44,75 @@ class Verdict:
 def verify_against(
     output: Path, against: Path | None, tolerance: Tolerance, options: MergeOptions, sink: Sink
 ) -> Verdict:
-    """Check the structure of `output`, then compare it with `against`, if given.
+    """Check the structure of `output`, then compare it with `against`, if given. Either may be a checkpoint.
 
     Raises an UnshardError where a side cannot be read or its structure does not hold; differences of contents are in
     the verdict.
     """
-    left, family, notes = _open_side(output, options)
-    comparison = None
-    if against is not None:
-        right, _, more = _open_side(against, options)
-        notes += more
-        comparison = compare(left, right, tolerance, options.settings, sink)
-    size = sum(tensor.size_in_bytes for tensor in left.tensors.values())
+    catalogs = [open_place(path, options) for path in (output, against) if path is not None]
+    if any(is_model(catalog) and is_adapter(catalog) for catalog in catalogs):
+        options = replace(options, adapter_only=True)
+    checked, *others = [make_side(catalog, options, thorough=catalog is catalogs[0]) for catalog in catalogs]
+    notes = list(checked.notes)
+    comparison = hint = None
+    for other in others:
+        notes += other.notes
+        left = checked
+        if is_model(catalogs[1]) and checked.has_adapters and not other.has_adapters:
+            left = checked.without_adapters()
+            text = f"the adapter of `{output}` was not compared: `{against}` has none"
+            notes.append(Note(text, level="warning"))
+        comparison = compare(left, other, tolerance, options.settings, sink)
+        hint = None if comparison.holds else _explain(comparison, options)
+    findings = _describe_findings(checked, str(against), comparison, safetensors=_is_safetensors(checked))
     return Verdict(
-        str(output), str(against) if against else None, family, len(left.tensors), size, tuple(notes), comparison
+        output=str(output),
+        against=str(against) if against is not None else None,
+        family=checked.family,
+        is_adapter=checked.is_adapter,
+        tensors=len(checked.tensors),
+        size=sum(value.size_in_bytes for value in checked.tensors.values()),
+        notes=tuple(dict.fromkeys(notes)),
+        comparison=comparison,
+        proven=tuple(findings.proven),
+        unproven=tuple(findings.unproven),
+        hint=hint,
     )
 
 
-def _open_side(path: Path, options: MergeOptions) -> tuple[Side, str | None, list[Note]]:
-    if HuggingFace().detect(path) is not None:  # what is said of the checkpoint does not hold for merged models
-        options = replace(options, backend=None, also=())
-    checkpoint = open_checkpoint(path, options)
-    raise_all(checkpoint.problems)
-    if checkpoint.format == "huggingface":
-        return _open_model(checkpoint, options)
-    split = split_adapters(checkpoint, options)
-    model = families.name_model(split.base, checkpoint.config, options, None)
-    raise_all([*split.problems, *model.problems])
-    values = cast_values(model.tensors, options.dtype)
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    return Side(tensors, checkpoint.roots), model.family, [*checkpoint.notes, *split.notes, *model.notes]
+def _describe_findings(side: Side, against: str, comparison: Comparison | None, *, safetensors: bool) -> Findings:
+    findings = Findings()
+    findings.add_structure(safetensors=safetensors)
+    if comparison is None:
+        findings.unproven.append("the contents: `--against` compares them with a source or another model")
+    elif comparison.holds:
+        size = bytes_in_words(comparison.size)
+        equal = "names, shapes and types agree, and every bit is that"
+        if not comparison.is_identical:
+            equal = "names and shapes agree, and all values are within the tolerance of those"
+        findings.proven.append(f"{equal} of {against}: {size} compared")
+    else:
+        findings.unproven.append(f"that the contents are those of {against}: they differ")
+    findings.add_architecture(side.family, is_adapter=side.is_adapter)
+    findings.add_limit()
+    return findings
 
 
-def _open_model(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Side, str | None, list[Note]]:
-    """A Hugging Face directory, under its own names; its names and shapes are checked against its config."""
-    files = {chunk.extent.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks}
-    for file in sorted(files, key=str):
-        if file.path.endswith(".safetensors"):
-            raise_all(ask_safetensors(checkpoint.roots[file.root] / file.path))
-    family, notes = None, list(checkpoint.notes)
-    if checkpoint.config is not None:
-        model = families.name_model(checkpoint.tensors, checkpoint.config, options, None)
-        raise_all(model.problems)
-        family = model.family
-    return Side(checkpoint.tensors, checkpoint.roots), family, notes
+def _is_safetensors(side: Side) -> bool:
+    files = {chunk.extent.file.path for value in side.tensors.values() for chunk in getattr(value, "chunks", ())}
+    return all(file.endswith(".safetensors") for file in files)
+
+
+def _explain(comparison: Comparison, options: MergeOptions) -> str | None:
+    """Options of the merge that were perhaps left out here."""
+    words = list(dict.fromkeys(_missing_words(comparison, options)))
+    return f"if the model was merged with {' or '.join(words)}, say so here, too" if words else None
+
+
+def _missing_words(comparison: Comparison, options: MergeOptions) -> Iterator[str]:
+    if any(tensor.dtypes[0] != tensor.dtypes[1] for tensor in comparison.failures) and options.dtype == "keep":
+        yield "--dtype"
+    if any("lora_" in name for name in comparison.only_right) and not options.fuse_lora:
+        yield "--fuse-lora"
+    if comparison.only_left and comparison.only_right and options.names == "hub":
+        yield "--names"

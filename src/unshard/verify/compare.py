@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import sqrt
-from pathlib import Path
+from pathlib import PurePosixPath
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from unshard.formats.huggingface.target import ADAPTER_CONFIG
+from unshard.plan.partition import narrow
 from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
+from unshard.run.functions import split_rows
 from unshard.settings import Settings
-from unshard.tensors import Box, Tensor
+from unshard.tensors import Box, Computed, Value
 from unshard.verify.contents import same_bytes, split_bands
 from unshard.verify.reading import PlainReader
+from unshard.verify.sides import Side
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,12 +59,23 @@ class TensorComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """A setting of an adapter on which its strength or place depends, and that differs."""
+
+    file: str
+    key: str
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict over all names."""
+    """The verdict over all names. `size` is in bytes of the left side."""
 
     tensors: tuple[TensorComparison, ...]
     only_left: tuple[str, ...]
     only_right: tuple[str, ...]
+    settings: tuple[SettingDifference, ...] = ()
     size: int = 0
     seconds: float = 0.0
     tolerance: Tolerance = field(default_factory=Tolerance)
@@ -70,56 +85,83 @@ class Comparison:
         return tuple([tensor for tensor in self.tensors if tensor.reason])
 
     @property
+    def differences(self) -> int:
+        """How many things do not count as equal."""
+        return len(self.failures) + len(self.only_left) + len(self.only_right) + len(self.settings)
+
+    @property
     def holds(self) -> bool:
-        return not (self.failures or self.only_left or self.only_right)
+        return not self.differences
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether no bit differs."""
+        return self.holds and all(tensor.identical for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two models: its tensors and the roots that their extents refer to."""
-
-    tensors: Mapping[str, Tensor]
-    roots: Mapping[str, Path]
+ADAPTER_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
+"""Keys of adapter_config.json without which equal tensors are not yet equal adapters."""
 
 
 def compare(left: Side, right: Side, tolerance: Tolerance, settings: Settings, sink: Sink) -> Comparison:
-    """Compare all tensors of two models in bounded memory."""
+    """Compare all tensors of two models in bounded memory, and the settings of adapters that both have."""
     started = monotonic()
-    names = [name for name in left.tensors if name in right.tensors]
-    sink(PhaseStarted("compare", sum(left.tensors[name].size_in_bytes for name in names)))
+    pairs = _pair(left, right)
+    total = sum(value.size_in_bytes for value, _ in pairs.values())
+    sink(PhaseStarted("compare", total))
     with PlainReader(left.roots) as left_reader, PlainReader(right.roots) as right_reader:
 
         def one(name: str) -> TensorComparison:
-            pair = (left.tensors[name], right.tensors[name])
-            result = _compare_tensor(name, pair, (left_reader, right_reader), tolerance, settings.buffer)
-            sink(Advanced("compare", pair[0].size_in_bytes))
+            a, b = pairs[name]
+            result = _compare_values(name, (a, b), (left_reader, right_reader), tolerance, settings.buffer)
+            sink(Advanced("compare", a.size_in_bytes))
             return result
 
         with ThreadPoolExecutor(settings.jobs, thread_name_prefix="compare") as pool:
-            tensors = tuple(pool.map(one, names))
+            tensors = tuple(pool.map(one, pairs))
     seconds = monotonic() - started
     sink(PhaseFinished("compare", seconds))
     return Comparison(
         tensors,
-        tuple([name for name in left.tensors if name not in right.tensors]),
-        tuple([name for name in right.tensors if name not in left.tensors]),
-        sum(left.tensors[name].size_in_bytes for name in names),
+        tuple([name for name in left.tensors if name not in pairs]),
+        tuple([name for name in right.tensors if name not in pairs]),
+        tuple(_compare_settings(left, right)),
+        total,
         seconds,
         tolerance,
     )
 
 
-def _compare_tensor(
-    name: str, pair: tuple[Tensor, Tensor], readers: tuple[PlainReader, PlainReader], tolerance: Tolerance, buffer: int
+def _pair(left: Side, right: Side) -> dict[str, tuple[Value, Value]]:
+    """Every name that both sides have, if only by a tie, with its values."""
+    names = dict.fromkeys([*left.tensors, *right.tensors])
+    found = {name: (_find(left, name), _find(right, name)) for name in names}
+    return {name: (a, b) for name, (a, b) in found.items() if a is not None and b is not None}
+
+
+def _find(side: Side, name: str) -> Value | None:
+    value = side.tensors.get(name)
+    return value if value is not None or name not in side.ties else side.tensors[side.ties[name]]
+
+
+def _compare_settings(left: Side, right: Side) -> Iterator[SettingDifference]:
+    for directory in left.adapters.keys() & right.adapters.keys():
+        for key in ADAPTER_SETTINGS:
+            a, b = [side.adapters[directory].get(key) or None for side in (left, right)]
+            if a != b:
+                yield SettingDifference((PurePosixPath(directory) / ADAPTER_CONFIG).as_posix(), key, a, b)
+
+
+def _compare_values(
+    name: str, pair: tuple[Value, Value], readers: tuple[PlainReader, PlainReader], tolerance: Tolerance, buffer: int
 ) -> TensorComparison:
     left, right = pair
     shapes, dtypes = (left.shape, right.shape), (left.dtype.name, right.dtype.name)
     if left.shape != right.shape:
-        return TensorComparison(name, shapes, dtypes, reason=f"shapes differ: {left.shape} and {right.shape}")
-    elements = max(1, buffer // max(left.dtype.itemsize, right.dtype.itemsize))
+        return TensorComparison(name, shapes, dtypes, reason="shapes differ")
 
     def bands() -> Iterator[tuple[Array, Array]]:
-        for band in split_bands(left.shape, elements):
+        for band in _cut(left, right, buffer):
             yield _read_band(left, readers[0], band), _read_band(right, readers[1], band)
 
     if left.dtype == right.dtype and all(same_bytes(a, b) for a, b in bands()):
@@ -131,8 +173,22 @@ def _compare_tensor(
     return TensorComparison(name, shapes, dtypes, False, figures.largest, figures.cosine, reason)
 
 
-def _read_band(tensor: Tensor, reader: PlainReader, band: Box) -> Array:
-    part = tensor
+def _cut(left: Value, right: Value, buffer: int) -> Iterator[Box]:
+    """Bands of one shape that both sides can be read in: those of its function where a side is computed."""
+    for value in (left, right):
+        if isinstance(value, Computed):
+            for start, stop in split_rows(value.function, value.shape, value.banded):
+                whole = Box.whole(value.shape)
+                yield narrow(whole, 0, start, stop) if value.shape else whole
+            return
+    yield from split_bands(left.shape, max(1, buffer // max(left.dtype.itemsize, right.dtype.itemsize)))
+
+
+def _read_band(value: Value, reader: PlainReader, band: Box) -> Array:
+    if isinstance(value, Computed):
+        start, stop = (band.offsets[0], band.stops[0]) if band.offsets else (0, 1)
+        return reader.compute(value, start, stop)
+    part = value
     for axis, (start, size) in enumerate(zip(band.offsets, band.sizes, strict=True)):
         part = part.slice(axis, start, start + size)
     return reader.read_tensor(part)

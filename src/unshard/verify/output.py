@@ -14,6 +14,7 @@ from unshard.report.words import bytes_in_words
 from unshard.target import Target, TargetFile
 from unshard.tensors import Computed, SourceFile, Tensor, Value, contiguous_chunk
 from unshard.verify.contents import Pair, check_contents
+from unshard.verify.sentences import Findings
 from unshard.verify.structure import OUTPUT_ROOT, check_files, read_weights
 
 
@@ -35,8 +36,9 @@ def verify_output(target: Target, output: Path, family: str | None, options: Mer
         raise_all(result.problems)
         compared = result.size
     computed = any(isinstance(pair.expected, Computed) for pair in pairs)
-    proven, unproven = _sentences(options, family, compared, computed=computed)
-    return Verification(options.verify, compared, monotonic() - started, proven, unproven)
+    findings = _describe_findings(target, options, family, compared, computed=computed)
+    seconds = monotonic() - started
+    return Verification(options.verify, compared, seconds, tuple(findings.proven), tuple(findings.unproven))
 
 
 def _pair(target: Target, found: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Pair]:
@@ -66,28 +68,23 @@ def _describe(value: Value) -> str:
     return f"{value.dtype} {list(value.shape)}"
 
 
-def _sentences(
-    options: MergeOptions, family: str | None, compared: int, *, computed: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _describe_findings(
+    target: Target, options: MergeOptions, family: str | None, compared: int, *, computed: bool
+) -> Findings:
     """What this verification proved, and what it did not."""
-    proven = [
-        "every file is whole: headers, index, names, shapes and types agree; the safetensors library accepts them"
-    ]
-    unproven = []
+    findings = Findings()
+    findings.add_structure(safetensors=options.container == "safetensors")
     if options.verify == "full":
-        proven.append(f"every byte went where the mapping says: {bytes_in_words(compared)} read back and compared")
+        sentence = f"every byte went where the mapping says: {bytes_in_words(compared)} read back and compared"
+        findings.proven.append(sentence)
     elif options.verify == "sample":
-        proven.append(f"samples of every piece went where the mapping says: {bytes_in_words(compared)} compared")
-        unproven.append("the bytes between the samples; `--verify full` compares all")
+        sentence = f"samples of every piece went where the mapping says: {bytes_in_words(compared)} compared"
+        findings.proven.append(sentence)
+        findings.unproven.append("the bytes between the samples; `--verify full` compares all")
     else:
-        unproven.append("the contents, which were not read back; `--verify full` compares all")
-    if options.container == "bin":
-        proven[0] = "every file is whole: archive, index, names, shapes and types agree"
-    if family:
-        proven.append(f"names and shapes are those of {family}")
-    else:
-        unproven.append("that the names are right for the architecture: no family of unshard knows it")
+        findings.unproven.append("the contents, which were not read back; `--verify full` compares all")
+    findings.add_architecture(family, is_adapter=target.is_adapter)
     if computed:
-        unproven.append("that computed values are right beyond their recomputation: they were rounded once")
-    unproven.append("that the model answers well: load it and ask it something")
-    return tuple(proven), tuple(unproven)
+        findings.unproven.append("that computed values are right beyond their recomputation: they were rounded once")
+    findings.add_limit()
+    return findings

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from unshard.dtypes import DType
 from unshard.errors import VerificationError
 from unshard.files import OpenFiles
-from unshard.tensors import Box, Chunk, SourceFile, Tensor
+from unshard.run.functions import apply
+from unshard.tensors import Box, Chunk, Computed, SourceFile, Tensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +58,14 @@ class PlainReader:
             where = tuple([slice(low, high) for low, high in zip(chunk.box.offsets, chunk.box.stops, strict=True)])
             out[where] = self.read(chunk, tensor.dtype)
         return out.reshape(tensor.shape)
+
+    def compute(self, computed: Computed, start: int, stop: int) -> Array:
+        """The rows `start <= row < stop` of a computed tensor, rounded to its dtype."""
+        inputs = [
+            self.read_tensor(tensor if axis is None else tensor.slice(axis, start, stop))
+            for tensor, axis in zip(computed.inputs, computed.banded, strict=True)
+        ]
+        return cast(apply(computed.function, inputs, computed.parameters), computed.dtype)
 
     def _read_strided(self, chunk: Chunk) -> Array:
         import numpy as np

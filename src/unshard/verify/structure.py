@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from unshard.errors import UnshardError, VerificationError, raise_all
 from unshard.formats.contract import Source
+from unshard.formats.huggingface.index import read_index
 from unshard.formats.huggingface.reader import HuggingFace
+from unshard.formats.huggingface.weights import find_weights
+from unshard.run.occupants import survey
 from unshard.target import Target, TargetFile
 from unshard.tensors import SourceFile, Tensor
 
@@ -18,11 +22,16 @@ OUTPUT_ROOT = "output"
 
 
 def check_files(target: Target, output: Path) -> list[UnshardError]:
-    """Exactly the planned files lie in the output, each of its planned size, with its known bytes; JSON parses."""
+    """The planned files lie in the output, each of its planned size, with its known bytes; JSON parses.
+
+    Beside them lies nothing that a loader could take for a part of the model; what else a person keeps there may stay.
+    """
     problems: list[UnshardError] = []
     expected = {file.path: file for file in target.files}
     found = {path.relative_to(output).as_posix(): path for path in output.rglob("*") if not path.is_dir()}
-    missing, surplus = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    occupants = survey(output, list(expected))
+    missing = sorted(expected.keys() - found.keys())
+    surplus = sorted({*occupants.model, *occupants.garbage} - expected.keys())
     problems += [VerificationError(f"`{output / name}` was planned, but is not there") for name in missing]
     problems += [VerificationError(f"`{output / name}` lies there, but was not planned") for name in surplus]
     for name, file in expected.items():
@@ -34,7 +43,7 @@ def check_files(target: Target, output: Path) -> list[UnshardError]:
             problems.append(VerificationError(f"`{path}` has {size} bytes, but {file.size} were planned"))
             continue
         problems += _check_literals(file, path)
-        if name.endswith(".json"):
+        if name.endswith(".json") and file.literals:  # a side file is its source's bytes, well-formed or not
             problems += _check_json(path)
         if name.endswith(".safetensors"):
             problems += ask_safetensors(path)
@@ -60,9 +69,18 @@ def read_weights(target: Target, output: Path) -> Mapping[str, Mapping[str, Tens
         surplus = sorted(set(catalog.tensors) - set(names))
         problems += [VerificationError(f"`{name}` was planned, but no weights file holds it") for name in missing]
         problems += [VerificationError(f"`{name}` is in a weights file, but was not planned") for name in surplus]
-        tensors[directory] = {name: _under_output(tensor, directory) for name, tensor in catalog.tensors.items()}
+        tensors[directory] = {
+            name: move_under(tensor, OUTPUT_ROOT, directory) for name, tensor in catalog.tensors.items()
+        }
     raise_all(problems)
     return tensors
+
+
+def check_weights_file(path: Path) -> list[UnshardError]:
+    """What a file says of itself, asked again: a safetensors header of the library, an archive of its checksums."""
+    if path.name.endswith(".safetensors"):
+        return ask_safetensors(path)
+    return _check_archive(path) if zipfile.is_zipfile(path) else []
 
 
 def ask_safetensors(path: Path) -> list[UnshardError]:
@@ -77,12 +95,40 @@ def ask_safetensors(path: Path) -> list[UnshardError]:
     return []
 
 
-def _under_output(tensor: Tensor, directory: str) -> Tensor:
-    """The tensor with its extents counted from the output directory."""
+def _check_archive(path: Path) -> list[UnshardError]:
+    """The CRC-32 of every member of a .bin file, read in small pieces."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError) as error:
+        return [VerificationError(f"`{path}`: the archive cannot be read: {error}")]
+    if damaged is None:
+        return []
+    return [VerificationError(f"`{path}`: the checksum of `{damaged}` in it does not hold", hint=_DAMAGED)]
+
+
+_DAMAGED = "the file was damaged after it was written: copy or merge it again"
+
+
+def check_index(directory: Path, size: int) -> list[UnshardError]:
+    """Whether the index of a model, if it has one, tells of as many bytes of tensors as there are (`size`)."""
+    weights = find_weights([entry.name for entry in directory.iterdir()])
+    if weights is None or weights.index is None:
+        return []
+    path = directory / weights.index
+    total = read_index(path).total_size
+    if total in (None, size):
+        return []
+    message = f"`{path}` tells of {total:,} bytes of tensors; there are {size:,}"
+    return [VerificationError(message, hint="the index is of another save: merge again")]
+
+
+def move_under(tensor: Tensor, root: str, directory: str) -> Tensor:
+    """A tensor found in `directory`, with its extents counted from the directory above that `root` names."""
     chunks = []
     for chunk in tensor.chunks:
         path = (PurePosixPath(directory) / chunk.extent.file.path).as_posix()
-        chunks.append(replace(chunk, extent=replace(chunk.extent, file=SourceFile(OUTPUT_ROOT, path))))
+        chunks.append(replace(chunk, extent=replace(chunk.extent, file=SourceFile(root, path))))
     return replace(tensor, chunks=tuple(chunks))
 
 

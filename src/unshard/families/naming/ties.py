@@ -58,6 +58,14 @@ def settle_ties(draft: Draft, config: Mapping[str, Any], wanted: bool | None, kn
     return True
 
 
+def find_tied(names: Collection[str], config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Heads that are not among the names because the config ties them → the embedding that serves in their place."""
+    if not is_tied(config):
+        return {}
+    pairs = {head: next((name for name in embeddings if name in names), None) for head, embeddings in _PAIRS.items()}
+    return {head: name for head, name in pairs.items() if name is not None and head not in names}
+
+
 def _claim(draft: Draft, head: str, embedding: str, by: str) -> None:
     """Claim that both are equal, or tell at once why they cannot be. `by` is who ties them."""
     left, right = draft.tensors[head], draft.tensors[embedding]

@@ -1,0 +1,165 @@
+"""One of two models that are compared: a Hugging Face directory as it lies there, or what a merge would make of a
+checkpoint, so that both sides speak of the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from unshard import families
+from unshard.checkpoint import Checkpoint, Note
+from unshard.errors import VerificationError, raise_all
+from unshard.families.naming.ties import find_tied
+from unshard.formats.contract import Source
+from unshard.formats.huggingface.reader import HuggingFace
+from unshard.formats.huggingface.target import ADAPTER_CONFIG, ADAPTER_DIRECTORY
+from unshard.merging import decide
+from unshard.opening import open_checkpoint
+from unshard.options import MergeOptions
+from unshard.run.occupants import MARKER
+from unshard.target import Target, is_adapter_file
+from unshard.tensors import Value
+from unshard.verify.structure import check_index, check_weights_file, move_under
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A model as it is compared.
+
+    tensors:    name → value. The tensors of an adapter that lies below the model have their directory in front:
+                "lora_adapter/base_model.model.…".
+    roots:      the roots that their extents refer to.
+    ties:       name of a tensor that is not stored → name of the one that the model uses in its place.
+    adapters:   directory ("." for the model's own) → parsed adapter_config.json.
+    family:     what names and shapes were checked against; None: no family knows the architecture.
+    """
+
+    tensors: Mapping[str, Value]
+    roots: Mapping[str, Path]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    family: str | None = None
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a PEFT adapter without a base model."""
+        return "." in self.adapters
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters lie below the model."""
+        return any(directory != "." for directory in self.adapters)
+
+    def without_adapters(self) -> Side:
+        """The base model alone."""
+        tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{ADAPTER_DIRECTORY}/")}
+        return replace(self, tensors=tensors, adapters={})
+
+
+def open_place(path: Path, options: MergeOptions) -> Checkpoint:
+    """The catalog of a side. What the options say of a checkpoint does not hold for models that lie there whole."""
+    if HuggingFace().detect(path) is not None:
+        options = replace(options, backend=None, also=(), shapes_from=None, config=None)
+    catalog = open_checkpoint(path, options)
+    raise_all(catalog.problems)
+    return catalog
+
+
+def is_model(catalog: Checkpoint) -> bool:
+    """Whether the catalog is a merged model (or adapter), and no checkpoint of ranks."""
+    return catalog.format == HuggingFace.name
+
+
+def is_adapter(catalog: Checkpoint) -> bool:
+    """Whether the catalog is a PEFT adapter directory."""
+    files = [chunk.extent.file.path for tensor in catalog.tensors.values() for chunk in tensor.chunks]
+    return bool(files) and all(is_adapter_file(file) for file in files)
+
+
+def make_side(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -> Side:
+    """The side of a catalog. `thorough`: it is what the user wants to have checked, and not only read.
+
+    Raises an UnshardError where a checkpoint does not make a model, and where a model's structure does not hold.
+    """
+    return _read_model(catalog, thorough=thorough) if is_model(catalog) else _plan_model(catalog, options)
+
+
+def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
+    """What a merge with the same options would write; nothing is written."""
+    decision = decide(catalog, options)
+    tensors = dict(_planned_tensors(decision.target))
+    config = {**(catalog.config or {}), **decision.model.config_changes}
+    adapters = dict(_planned_adapters(decision.target))
+    ties = find_tied(tensors, config)
+    return Side(tensors, catalog.roots, ties, adapters, decision.model.family, decision.notes)
+
+
+def _planned_tensors(target: Target) -> Iterator[tuple[str, Value]]:
+    for file in target.files:
+        if file.holds_weights:
+            directory = str(PurePosixPath(file.path).parent)
+            for _, value in file.tensors:
+                yield _name_in(directory, value.name), value
+
+
+def _planned_adapters(target: Target) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for file in target.files:
+        path = PurePosixPath(file.path)
+        if path.name == ADAPTER_CONFIG:
+            yield str(path.parent), json.loads(b"".join([data for _, data in file.literals]))
+
+
+def _read_model(catalog: Checkpoint, *, thorough: bool) -> Side:
+    """A Hugging Face directory, under its own names; names and shapes are checked against its own config."""
+    if thorough:
+        _check_structure(catalog)
+    family = None
+    if catalog.config is not None and not is_adapter(catalog):
+        model = families.name_model(catalog.tensors, catalog.config, MergeOptions(), None)
+        raise_all(model.problems)
+        family = model.family
+    tensors: dict[str, Value] = dict(catalog.tensors)
+    adapters: dict[str, Mapping[str, Any]] = {}
+    if is_adapter(catalog):
+        adapters["."] = catalog.adapter or {}
+    for directory, adapter in _adapters_below(catalog):
+        if thorough:
+            _check_structure(adapter)
+        adapters[directory] = adapter.adapter or {}
+        for name, tensor in adapter.tensors.items():
+            tensors[_name_in(directory, name)] = move_under(tensor, "source", directory)
+    ties = find_tied(tensors, catalog.config or {})
+    return Side(tensors, catalog.roots, ties, adapters, family, catalog.notes)
+
+
+def _adapters_below(catalog: Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
+    """The adapters that `merge` writes beside a model: `lora_adapter` and what lies in it."""
+    root = catalog.roots["source"]
+    top = root / ADAPTER_DIRECTORY
+    if not top.is_dir():
+        return
+    for place in (top, *sorted(child for child in top.iterdir() if child.is_dir())):
+        if HuggingFace().detect(place) is not None:
+            found = HuggingFace().read(Source(place))
+            raise_all(found.problems)
+            yield place.relative_to(root).as_posix(), found
+
+
+def _check_structure(catalog: Checkpoint) -> None:
+    """Everything about the files of a model that their catalog does not tell."""
+    root = catalog.roots["source"]
+    if (root / MARKER).exists():
+        message = f"{root}: is not whole: a merge into it is under way, or was killed"
+        raise VerificationError(message, hint="run that merge again; it clears away what was left behind")
+    files = {chunk.extent.file.path for tensor in catalog.tensors.values() for chunk in tensor.chunks}
+    raise_all([problem for file in sorted(files) for problem in check_weights_file(root / file)])
+    raise_all(check_index(root, sum(tensor.size_in_bytes for tensor in catalog.tensors.values())))
+
+
+def _name_in(directory: str, name: str) -> str:
+    return name if directory == "." else f"{directory}/{name}"
