@@ -1,0 +1,1 @@
+"""unshard against the speed of `cp` and against its peers: one command, one table. See `__main__`."""
