@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from unshard.checkpoint import Checkpoint, Note, Shape
+from unshard.checkpoint import Asset, Checkpoint, Note, Shape
 from unshard.errors import UnshardError, UsageError
 from unshard.formats.contract import Source
-from unshard.formats.huggingface.assets import find_assets
+from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
 from unshard.options import MergeOptions
+from unshard.tensors import SourceFile
 
 CONFIG_ROOT = "config"
 """The root name of the files that `--config` brings."""
@@ -80,29 +82,43 @@ def open_reference(path: Path) -> Checkpoint:
     if reader.detect(path) is None:
         raise UsageError(
             f"`{path}` is no Hugging Face model directory: neither safetensors nor pytorch_model.bin lies there",
-            hint=f"ls {path}",
+            hint=f"ls {quote(str(path))}",
         )
     return reader.read(Source(path))
 
 
 def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
-    """The checkpoint with config and side files from `--config` instead of its own."""
-    directory = place if place.is_dir() else place.parent
-    config, assets = find_assets(directory, CONFIG_ROOT)
-    if config is None:
-        raise UsageError(f"`--config {place}`: no config.json lies there", hint=f"ls {directory}")
+    """The checkpoint with what `--config` brings instead of its own.
+
+    A directory brings config.json, all side files, and what it knows of adapters. A file, whatever its name, is
+    config.json; all else stays.
+    """
     if not place.is_dir():
-        assets = tuple([asset for asset in assets if asset.path == "config.json"])
-        assets += tuple([asset for asset in checkpoint.assets if asset.path != "config.json"])
-    note = Note(f"config and side files come from `{place}`")
+        return _with_config_file(checkpoint, place)
+    config, assets = find_assets(place, CONFIG_ROOT)
+    if config is None:
+        raise UsageError(f"`--config {place}`: no config.json lies there", hint=f"ls {quote(str(place))}")
     problems: list[UnshardError] = []
-    adapter = read_adapter_facts([directory], problems) or checkpoint.adapter
+    adapter = read_adapter_facts([place], problems) or checkpoint.adapter
     return replace(
         checkpoint,
         config=config,
         adapter=adapter,
         problems=(*checkpoint.problems, *problems),
         assets=assets,
-        roots={**checkpoint.roots, CONFIG_ROOT: directory},
-        notes=(*checkpoint.notes, note),
+        roots={**checkpoint.roots, CONFIG_ROOT: place},
+        notes=(*checkpoint.notes, Note(f"config and side files come from `{place}`")),
+    )
+
+
+def _with_config_file(checkpoint: Checkpoint, place: Path) -> Checkpoint:
+    if not place.is_file():
+        raise UsageError(f"`--config {place}`: no such directory or file", hint=f"ls {quote(str(place.parent))}")
+    own = Asset(CONFIG, SourceFile(CONFIG_ROOT, place.name), place.stat().st_size)
+    return replace(
+        checkpoint,
+        config=read_config(place),
+        assets=(own, *[asset for asset in checkpoint.assets if asset.path != CONFIG]),
+        roots={**checkpoint.roots, CONFIG_ROOT: place.parent},
+        notes=(*checkpoint.notes, Note(f"config.json is `{place}`")),
     )

@@ -169,8 +169,8 @@ class _Catalog:
                 self.problems.append(IncompleteError(message, hint="the index and the files are of different saves"))
         total = sum(tensor.size_in_bytes for tensor in self.tensors.values())
         if not self.problems and index.total_size not in (None, total):
-            message = f"{name} tells of {index.total_size:,} bytes of tensors; there are {total:,}"
-            self.problems.append(IncompleteError(message, hint="the index is stale: write it again, or delete it"))
+            text = f"{name} tells of {index.total_size:,} bytes of tensors; there are {total:,}"
+            self.notes.append(Note(text, level="warning"))
 
 
 @dataclass(frozen=True, slots=True)
