@@ -9,6 +9,7 @@ from pathlib import Path
 from unshard.errors import OutputError, UnshardError
 from unshard.files import OpenFiles
 from unshard.plan.moves import Compute, Copy, Plan, PlannedFile, Tile
+from unshard.report.words import bytes_in_words
 from unshard.run.occupants import MARKER, Occupants, survey
 from unshard.tensors import SourceFile
 
@@ -108,7 +109,7 @@ def _check_room(plan: Plan, place: Path, output: Path, occupants: Occupants) -> 
     hint = "free some space, or choose a directory on another disk"
     if free + old >= needed:
         hint += f"; removing the old model in {output} first would be enough"
-    message = f"{output}: {needed / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free on that disk"
+    message = f"{output}: {bytes_in_words(needed)} are needed, {bytes_in_words(free)} are free on that disk"
     yield OutputError(message, hint=hint)
 
 
