@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from unshard.lazy import CheckpointView
+from unshard.errors import raise_all
+from unshard.lazy import CheckpointView, LazyTensor
 from unshard.merging import merge as _merge
 from unshard.merging import prepare
 from unshard.opening import open_checkpoint
@@ -18,49 +20,47 @@ from unshard.settings import Settings
 from unshard.verify.against import Verdict, verify_against
 from unshard.verify.compare import Tolerance
 
-_PATHS = ("config", "shapes_from")
+AnyPath: TypeAlias = str | os.PathLike[str]
 
 
-def _options(given: dict[str, Any]) -> MergeOptions:
-    """Keywords of `MergeOptions`, with strings where paths are meant."""
-    given = dict(given)
-    for name in _PATHS:
-        if given.get(name) is not None:
-            given[name] = Path(given[name])
-    if "also" in given:
-        given["also"] = tuple([Path(path) for path in given["also"]])
-    return MergeOptions(**given)
-
-
-def open(path: str | Path, *, also: Sequence[str | Path] = (), shapes_from: str | Path | None = None) -> CheckpointView:
+def open(
+    path: AnyPath,
+    *,
+    also: AnyPath | Iterable[AnyPath] = (),
+    config: AnyPath | None = None,
+    shapes_from: AnyPath | None = None,
+) -> CheckpointView:
     """The checkpoint at or below `path`, as a mapping of stored names to lazy tensors.
+
+    also:        further directories with pieces of the same checkpoint.
+    config:      a directory or file whose config.json counts instead of the checkpoint's own.
+    shapes_from: a reference model whose parameter shapes unflatten FSDP1 flat parameters.
 
     Raises an UnshardError where nothing readable lies there, and where pieces are missing or contradict each other.
     """
-    from unshard.errors import raise_all
-
-    checkpoint = open_checkpoint(Path(path), _options({"also": also, "shapes_from": shapes_from}))
+    options = _make_options({"also": also, "config": config, "shapes_from": shapes_from})
+    checkpoint = open_checkpoint(Path(path), options)
     raise_all(checkpoint.problems)
     return CheckpointView(checkpoint)
 
 
-def plan(source: str | Path, **options: Any) -> Plan:
+def plan(source: AnyPath, **options: Any) -> Plan:
     """The plan of a merge; nothing is written. Keywords are the fields of `unshard.options.MergeOptions`."""
-    return prepare(Path(source), _options(options)).plan
+    return prepare(Path(source), _make_options(options)).plan
 
 
-def merge(source: str | Path, output: str | Path, *, sink: Sink = ignore, **options: Any) -> Report:
+def merge(source: AnyPath, output: AnyPath, *, sink: Sink = ignore, **options: Any) -> Report:
     """Write the Hugging Face model of a checkpoint, verify it and report.
 
-    `sink` receives the events of `unshard.report.events`; the other keywords are the fields of
-    `unshard.options.MergeOptions`.
+    `sink` receives the events of `unshard.report.events`, from several threads; the other keywords are the fields of
+    `unshard.options.MergeOptions`. Raises an UnshardError; then nothing that looks whole is left behind.
     """
-    return _merge(Path(source), Path(output), _options(options), sink)
+    return _merge(Path(source), Path(output), _make_options(options), sink)
 
 
 def verify(
-    output: str | Path,
-    against: str | Path | None = None,
+    output: AnyPath,
+    against: AnyPath | None = None,
     *,
     atol: float | None = None,
     rtol: float | None = None,
@@ -68,10 +68,29 @@ def verify(
     sink: Sink = ignore,
     **options: Any,
 ) -> Verdict:
-    """Check a merged model: its structure alone, or every tensor against its source or another model."""
+    """Check a merged model: its structure alone, or every tensor against its source or another model.
+
+    Equal bits are the default; `atol`, `rtol` (as in numpy's allclose) and `min_cosine` loosen it. Of the options,
+    those that change what a merge writes matter where a side is a checkpoint. Differences are in the verdict (`holds`,
+    `comparison`); an UnshardError is raised where a side cannot be read or is damaged.
+    """
     place = Path(against) if against is not None else None
     tolerance = Tolerance(atol, rtol, min_cosine)
-    return verify_against(Path(output), place, tolerance, _options(options), sink)
+    return verify_against(Path(output), place, tolerance, _make_options(options), sink)
 
 
-__all__ = ["CheckpointView", "Plan", "Report", "Settings", "merge", "open", "plan", "verify"]
+def _make_options(given: dict[str, Any]) -> MergeOptions:
+    """Keywords of `MergeOptions`, with strings where it has paths."""
+    given = dict(given)
+    for name in ("config", "shapes_from"):
+        if given.get(name) is not None:
+            given[name] = Path(given[name])
+    if "also" in given:
+        also = given["also"]
+        given["also"] = tuple([Path(path) for path in ([also] if isinstance(also, (str, os.PathLike)) else also)])
+    if "names" in given:
+        given["names"] = os.fspath(given["names"])
+    return MergeOptions(**given)
+
+
+__all__ = ["CheckpointView", "LazyTensor", "Plan", "Report", "Settings", "Verdict", "merge", "open", "plan", "verify"]

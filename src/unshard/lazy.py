@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint
+from unshard.errors import UsageError, raise_all
 from unshard.tensors import Tensor
 
 if TYPE_CHECKING:
@@ -49,33 +51,39 @@ class LazyTensor:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> LazyTensor:
-        keys = key if isinstance(key, tuple) else (key,)
-        if sum(item is Ellipsis for item in keys) > 1:
-            raise IndexError("an index can have one ellipsis only")
-        if Ellipsis in keys:
-            at = keys.index(Ellipsis)
-            keys = (*keys[:at], *[slice(None)] * (len(self.shape) - len(keys) + 1), *keys[at + 1 :])
-        if len(keys) > len(self.shape):
-            raise IndexError(f"{len(keys)} indices for {len(self.shape)} axes")
         tensor, axis = self._tensor, 0
-        for item in keys:
+        for item in self._expand(key if isinstance(key, tuple) else (key,)):
+            length = tensor.shape[axis]
             if isinstance(item, slice):
-                start, stop, step = item.indices(tensor.shape[axis])
+                start, stop, step = item.indices(length)
                 if step < 1:
                     raise IndexError("slices of lazy tensors take a positive step")
                 tensor = tensor.slice(axis, start, max(start, stop), step)
                 axis += 1
             else:
-                index = item.__index__()
-                length = tensor.shape[axis]
+                index = operator.index(item)
                 if not -length <= index < length:
                     raise IndexError(f"index {index} is outside an axis of {length}")
                 tensor = tensor.select(axis, index % length)
         return LazyTensor(tensor, self._roots)
 
+    def _expand(self, keys: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The keys with whole slices in the place of an ellipsis. Raises IndexError for more keys than axes."""
+        ellipses = [place for place, item in enumerate(keys) if item is Ellipsis]
+        if len(ellipses) > 1:
+            raise IndexError("an index can have one ellipsis only")
+        if len(keys) - len(ellipses) > len(self.shape):
+            raise IndexError(f"{len(keys) - len(ellipses)} indices for {len(self.shape)} axes")
+        if not ellipses:
+            return keys
+        whole = (slice(None),) * (len(self.shape) - len(keys) + 1)
+        return (*keys[: ellipses[0]], *whole, *keys[ellipses[0] + 1 :])
+
     def numpy(self) -> Array:
-        """Read the elements. Small floats come as ml_dtypes types. Raises IncompleteError where chunks are missing."""
-        from unshard.errors import raise_all
+        """Read the elements into a new array; bf16 and the smaller floats come as types of ml_dtypes.
+
+        Raises IncompleteError where chunks are missing, FormatError where a file cannot be read.
+        """
         from unshard.plan.coverage import prove_coverage
         from unshard.run.gathering import read_tensor
 
@@ -83,13 +91,15 @@ class LazyTensor:
         return read_tensor(self._tensor, self._roots)
 
     def torch(self) -> Any:
-        """Read the elements as a torch tensor of the same type. Needs PyTorch."""
-        import numpy as np
-        import torch
-
-        array = self.numpy()
-        raw = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy())
-        return raw.view(getattr(torch, self._tensor.dtype.torch_name)).reshape(self.shape)
+        """Read the elements as a torch tensor of the same type. Raises UsageError where PyTorch cannot hold them."""
+        try:
+            import torch
+        except ImportError:
+            raise UsageError("PyTorch is not installed", hint="pip install 'unshard[torch]'") from None
+        dtype = getattr(torch, self._tensor.dtype.torch_name, None)
+        if dtype is None:
+            raise UsageError(f"torch {torch.__version__} has no {self._tensor.dtype.torch_name}: {self.name}")
+        return torch.from_numpy(self.numpy().reshape(-1).view("uint8")).view(dtype).reshape(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = self.numpy()

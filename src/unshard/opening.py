@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note, Shape
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import UnshardError, UsageError, raise_all
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
 from unshard.formats.huggingface.reader import HuggingFace
@@ -77,14 +77,16 @@ def _family_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | No
 
 
 def open_reference(path: Path) -> Checkpoint:
-    """The Hugging Face directory of a reference model. Raises UsageError where there is none."""
+    """The Hugging Face directory of a reference model. Raises UsageError where there is none, and all that is wrong."""
     reader = HuggingFace()
     if reader.detect(path) is None:
         raise UsageError(
             f"`{path}` is no Hugging Face model directory: neither safetensors nor pytorch_model.bin lies there",
             hint=f"ls {quote(str(path))}",
         )
-    return reader.read(Source(path))
+    reference = reader.read(Source(path))
+    raise_all(reference.problems)
+    return reference
 
 
 def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
