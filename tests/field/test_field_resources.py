@@ -1,0 +1,132 @@
+"""Faults from the field in what a merge takes: memory that grows with the model, and plans that take an hour."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from fsdp_bytes import Mesh, RankFile, rank_path, world, write_json, write_ranks
+from synthetic import dense_70b
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+
+MEASURED = """
+import sys, time
+from unshard.cli import main
+code = main(sys.argv[1:])
+status = open("/proc/self/status").read().splitlines()
+peak = next(line.split()[1] for line in status if line.startswith("VmHWM:"))
+print(peak, time.process_time(), file=sys.stderr)
+sys.exit(code)
+"""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Peak resident memory in MB (10**6 bytes), and seconds of processor time: other processes do not change them."""
+
+    memory: float
+    seconds: float
+
+
+def measure(*arguments: object) -> Usage:
+    """What a command takes in a process of its own."""
+    words = [sys.executable, "-c", MEASURED, *map(str, arguments)]
+    ended = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False, text=True)
+    assert ended.returncode == 0, ended.stderr
+    peak, seconds = ended.stderr.split()[-2:]
+    usage = Usage(int(peak) * 1024 / 1e6, float(seconds))
+    print(f"{arguments[0]} {' '.join(map(str, arguments[3:]))}: {usage.memory:.0f} MB, {usage.seconds:.1f} s")
+    return usage
+
+
+def checkpoint(directory: Path, size: int) -> Path:
+    """A checkpoint of four ranks and `size` bytes, of bf16 tensors of eight MiB."""
+    shapes = {f"layers.{number}.weight": (4096, 1024) for number in range(size // (8 * MIB))}
+    return write_ranks(directory, world(4), shapes)
+
+
+@pytest.mark.parametrize(("verify", "limit"), [("structure", 80), ("full", 100)])
+@pytest.mark.parametrize("dtype", ["keep", "fp32"])
+def test_memory_does_not_grow_with_the_model(dtype: str, verify: str, limit: int, tmp_path: Path) -> None:
+    """llm-foundry#463, Automodel#1093, mergekit#107, DeepSpeed#4025: killed at 192 GB, twice the model in RAM."""
+    usages = {}
+    for size in (64 * MIB, 256 * MIB):
+        source = checkpoint(tmp_path / f"{size}", size)
+        words = ("--weights-only", "--verify", verify, "--dtype", dtype, "--max-shard-size", "100MB")
+        usages[size] = measure("merge", source, tmp_path / f"out{size}", *words)
+    small, large = (usage.memory for usage in usages.values())
+    assert large <= limit
+    assert large <= 1.1 * small
+
+
+WIDE: Mapping[str, tuple[tuple[int, ...], Mesh, tuple[int, ...]]] = {
+    "rows": ((65536, 1024), world(4), (0,)),
+    "columns": ((65536, 1024), world(4), (1,)),
+    "experts packed": ((64, 1024, 1024), world(4), (0,)),
+    "experts cut across": ((64, 1024, 1024), Mesh({"fsdp": 2, "tp": 2}), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("dtype", ["keep", "fp32"])
+def test_one_huge_tensor_is_never_held_whole(dtype: str, kind: str, tmp_path: Path) -> None:
+    """mbridge#123, Automodel#2690: a very high peak where all experts of a layer are stacked into one tensor."""
+    shape, mesh, placements = WIDE[kind]
+    source = write_ranks(tmp_path / "actor", mesh, {"weight": shape}, placements)
+    assert prod(shape) * 2 == 128 * MIB
+    assert measure("merge", source, tmp_path / "out", "--weights-only", "--dtype", dtype).memory <= 100
+
+
+def test_fusing_holds_no_whole_weight(tmp_path: Path) -> None:
+    """NeMo-RL#2190, mbridge#123: an adapter is fused into 128 MiB of one weight, piece by piece."""
+    layer = "base_model.model.proj"
+    shapes = {
+        f"{layer}.base_layer.weight": (16384, 4096),
+        f"{layer}.lora_A.default.weight": (8, 4096),
+        f"{layer}.lora_B.default.weight": (16384, 8),
+    }
+    source = write_ranks(tmp_path / "actor", world(4), shapes)
+    words = ("--weights-only", "--fuse-lora", "--lora-alpha", 16)
+    assert measure("merge", source, tmp_path / "out", *words).memory <= 120
+
+
+def write_70b(directory: Path) -> Path:
+    """Llama 70B of 64 ranks: 720 tensors in the layers and three around them, 141 GB of holes."""
+    mesh = world(64)
+    files = [RankFile(mesh, rank) for rank in range(64)]
+    for tensor in dense_70b():
+        for file, chunk in zip(files, tensor.chunks, strict=True):
+            file.add_dtensor(tensor.name, tensor.shape, (0,), chunk.box.sizes)
+    directory.mkdir()
+    for rank, file in enumerate(files):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            file.add_shard(name, (128256, 8192))
+        file.add_shard("model.norm.weight", (8192,))
+        file.write(rank_path(directory, mesh, rank))
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "intermediate_size": 28672,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80, "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    write_json(directory / "huggingface" / "config.json", config)
+    return directory
+
+
+@pytest.mark.slow
+def test_plan_of_70b_from_64_ranks_takes_seconds(tmp_path: Path) -> None:
+    """DeepSpeed#6526, DeepSpeed#1062: 70B "can take hours", and more than a terabyte of memory."""
+    source = write_70b(tmp_path / "actor")
+    usage = measure("plan", source, "--save", tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert 141e9 < sum(file["size"] for file in plan["files"]) < 142e9
+    assert usage.seconds <= 10
+    assert usage.memory <= 500
