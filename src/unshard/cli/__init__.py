@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from unshard.cli.surroundings import prepare_streams, terminable
@@ -22,8 +24,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Whatever goes wrong is printed, never raised."""
-    from unshard.cli.troubles import exit_code_of, explain, is_silent
-    from unshard.report.printers import choose_printer
+    from unshard.cli.troubles import CLOSED_PIPE, explain
+    from unshard.report.printers import ReaderGone, choose_printer
 
     words = list(sys.argv[1:] if argv is None else argv)
     prepare_streams()
@@ -31,14 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminable():
             return _run(words)
+    except SystemExit as end:  # argparse has printed its help
+        return int(end.code or 0)
+    except ReaderGone:
+        return CLOSED_PIPE
     except BaseException as error:
-        if "--debug" in words and isinstance(error, Exception):
-            import traceback
-
+        if "--debug" in words:
             traceback.print_exc()
-        if not is_silent(error):
-            printer.error(explain(error, f"unshard {shlex.join(words)}"))
-        return exit_code_of(error)
+        trouble = explain(error, f"unshard {shlex.join(words)}")
+        with suppress(ReaderGone):
+            printer.error(trouble)
+        return trouble.exit_code
 
 
 def _run(words: Sequence[str]) -> int:

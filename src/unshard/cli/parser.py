@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from math import isfinite
@@ -14,6 +15,7 @@ from rich_argparse import RawDescriptionRichHelpFormatter
 
 from unshard.errors import UsageError
 from unshard.options import CONTAINERS, DTYPES, VERIFY_MODES
+from unshard.report.printers import write_out
 
 EPILOG = """\
 exit codes:
@@ -125,6 +127,10 @@ class Parser(argparse.ArgumentParser):
     def spellings(self) -> Mapping[str, argparse.Action]:
         """Every option string, with its action."""
         return self._option_string_actions
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help on stdout, for `--help` and for nothing else."""
+        write_out(lambda: super(Parser, self).print_help(file), sys.stdout)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse words that were spelled out. Raises UsageError for those that mean nothing."""

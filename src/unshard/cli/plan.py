@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     printer.result(
         "plan",
         lambda: _to_json(prepared),
-        lambda console: _print(console, prepared, verbose=arguments.verbose),
+        lambda console: _print(console, source, prepared, verbose=arguments.verbose),
     )
     if output is not None:
         raise_all(check_output(prepared.plan, output, overwrite=arguments.overwrite))
@@ -66,16 +66,20 @@ def _to_json(prepared: Preparation) -> dict[str, Any]:
     return {"plan": to_json(prepared.plan), "notes": notes, "dropped": dict(prepared.decision.model.dropped)}
 
 
-def _print(console: Console, prepared: Preparation, *, verbose: bool) -> None:
+def _print(console: Console, source: Path, prepared: Preparation, *, verbose: bool) -> None:
     from unshard.plan.explain import explain
-    from unshard.report.console import print_line, print_title
-    from unshard.report.render import print_notes
+    from unshard.report.console import print_facts, print_line, print_title
+    from unshard.report.render import describe_dropped, model_in_words, print_notes
 
-    for line in explain(prepared.plan, prepared.decision.target if verbose else None):
+    model, target = prepared.decision.model, prepared.decision.target
+    kind = model_in_words(model.family, is_adapter=target.is_adapter)
+    print_facts(console, [("from", f"{source} ({prepared.checkpoint.title})"), ("model", kind)])
+    print_title(console, "Plan")
+    for line in explain(prepared.plan, target if verbose else None):
         print_line(console, line)
-    if prepared.decision.notes:
+    if prepared.decision.notes or model.dropped:
         print_title(console, "Notes")
-        print_notes(console, prepared.decision.notes, verbose=verbose)
+        print_notes(console, [*prepared.decision.notes, *describe_dropped(model.dropped)], verbose=verbose)
 
 
 def _save(prepared: Preparation, file: Path) -> None:

@@ -1,43 +1,40 @@
-"""Everything that can end a command early: what is said about it, and the exit code."""
+"""Everything that can end a command early, as the error that is told; docs/reference/cli.md lists the exit codes."""
 
 from __future__ import annotations
 
 from unshard.cli.surroundings import Terminated
 from unshard.errors import UnshardError
-from unshard.report.printers import ReaderGone
 
-REFUSED_BY_SYSTEM = 1
-BUG = 70
-INTERRUPTED = 130
 CLOSED_PIPE = 141
-TERMINATED = 143
+"""The exit code of a command whose stdout nobody reads any more, as shells tell of SIGPIPE."""
 
 
-def exit_code_of(error: BaseException) -> int:
-    """The exit code; docs/reference/cli.md lists them."""
-    if isinstance(error, UnshardError):
-        return error.exit_code
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 0
-    for kind, code in _CODES.items():
-        if isinstance(error, kind):
-            return code
-    return BUG
+class InterruptionError(UnshardError):
+    """Ctrl-C."""
+
+    exit_code = 130
+    code = "interrupted"
 
 
-_CODES: dict[type[BaseException], int] = {
-    ReaderGone: CLOSED_PIPE,
-    Terminated: TERMINATED,
-    KeyboardInterrupt: INTERRUPTED,
-    OSError: REFUSED_BY_SYSTEM,
-    MemoryError: REFUSED_BY_SYSTEM,
-}
-"""In this order: Terminated is a KeyboardInterrupt."""
+class TerminationError(UnshardError):
+    """SIGTERM."""
+
+    exit_code = 143
+    code = "terminated"
 
 
-def is_silent(error: BaseException) -> bool:
-    """Whether nothing is to be said: argparse has printed its help, or nobody reads."""
-    return isinstance(error, (SystemExit, ReaderGone))
+class SystemRefusalError(UnshardError):
+    """The operating system did not do what was asked of it, outside all that is handled more precisely."""
+
+    exit_code = 1
+    code = "system"
+
+
+class BugError(UnshardError):
+    """Nothing that the user did."""
+
+    exit_code = 70
+    code = "bug"
 
 
 def explain(error: BaseException, command: str) -> UnshardError:
@@ -46,14 +43,14 @@ def explain(error: BaseException, command: str) -> UnshardError:
         return error
     if isinstance(error, KeyboardInterrupt):
         state, hint = (*error.args, None, None)[:2]
-        what = "terminated" if isinstance(error, Terminated) else "interrupted"
-        return UnshardError(f"{what}: {state}" if state else what, hint=hint)
+        kind = TerminationError if isinstance(error, Terminated) else InterruptionError
+        return kind(f"{kind.code}: {state}" if state else kind.code, hint=hint)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return UnshardError(f"{where}{error.strerror or error}")
+        return SystemRefusalError(f"{where}{error.strerror or error}")
     if isinstance(error, MemoryError):
-        return UnshardError("there is not enough memory", hint=f"{command} --memory 16MiB --jobs 1")
-    return UnshardError(
+        return SystemRefusalError("there is not enough memory", hint=f"{command} --memory 16MiB --jobs 1")
+    return BugError(
         f"this is a bug in unshard: {type(error).__name__}: {error}",
         hint=f"report it together with what this prints: {command} --debug",
     )

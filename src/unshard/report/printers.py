@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from threading import RLock
 from time import monotonic
@@ -183,7 +185,11 @@ class JsonPrinter:
     def _write(self, event: str, values: dict[str, Any]) -> None:
         line = json.dumps({"event": event, **values}, allow_nan=False)
         with self._lock:
-            write_out(lambda: print(line, file=self._stream), self._stream)
+            try:
+                write_out(lambda: print(line, file=self._stream), self._stream)
+            except OutputError as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise
 
 
 def error_to_json(error: UnshardError) -> dict[str, Any]:
@@ -203,6 +209,14 @@ def write_out(write: Callable[[], object], stream: TextIO) -> None:
         write()
         stream.flush()
     except BrokenPipeError:
+        _drop(stream)
         raise ReaderGone from None
     except OSError as error:
+        _drop(stream)
         raise OutputError(f"stdout cannot be written to: {error.strerror}") from error
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what is still in the stream's buffer go nowhere, or Python would try it again at its exit, and complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

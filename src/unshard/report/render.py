@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from unshard.checkpoint import Note
@@ -95,9 +95,14 @@ def _derived_notes(report: Report) -> Iterator[Note]:
         nan, overflow = sum(entry.nan for entry in special), sum(entry.overflow for entry in special)
         text = f"rounded values hold {nan:,} NaN; {overflow:,} finite values became infinite"
         yield Note(text, tuple([entry.name for entry in special]), "warning")
-    for reason in dict.fromkeys(report.dropped.values()):
-        names = tuple([name for name, why in report.dropped.items() if why == reason])
-        yield Note(f"{count_in_words(len(names), 'tensor')} left out: {reason}", names)
+    yield from describe_dropped(report.dropped)
     if report.skipped:
         count = count_in_words(len(report.skipped), "entry", "entries")
         yield Note(f"left out of the state dict, being no tensors: {count}", tuple(report.skipped))
+
+
+def describe_dropped(dropped: Mapping[str, str]) -> Iterator[Note]:
+    """A note for every reason why stored tensors are not in the output."""
+    for reason in dict.fromkeys(dropped.values()):
+        names = tuple([name for name, why in dropped.items() if why == reason])
+        yield Note(f"{count_in_words(len(names), 'tensor')} left out: {reason}", names)

@@ -54,6 +54,9 @@ def verify_against(
         options = replace(options, adapter_only=True)
     checked, *others = [make_side(catalog, options, thorough=catalog is catalogs[0]) for catalog in catalogs]
     notes = list(checked.notes)
+    if options.backend and all(is_model(catalog) for catalog in catalogs):
+        text = f"`--backend {options.backend}` says nothing here: what was compared are merged models"
+        notes.append(Note(text, level="warning"))
     comparison = hint = None
     for other in others:
         notes += other.notes
@@ -64,7 +67,7 @@ def verify_against(
             notes.append(Note(text, level="warning"))
         comparison = compare(left, other, tolerance, options.settings, sink)
         hint = None if comparison.holds else _explain(comparison, options)
-    findings = _describe_findings(checked, str(against), comparison, safetensors=_is_safetensors(checked))
+    findings = _describe_findings(checked, str(against), comparison)
     return Verdict(
         output=str(output),
         against=str(against) if against is not None else None,
@@ -80,9 +83,12 @@ def verify_against(
     )
 
 
-def _describe_findings(side: Side, against: str, comparison: Comparison | None, *, safetensors: bool) -> Findings:
+def _describe_findings(side: Side, against: str, comparison: Comparison | None) -> Findings:
     findings = Findings()
-    findings.add_structure(safetensors=safetensors)
+    if side.is_checkpoint:
+        findings.add_coverage()
+    else:
+        findings.add_structure(safetensors=_is_safetensors(side))
     if comparison is None:
         findings.unproven.append("the contents: `--against` compares them with a source or another model")
     elif comparison.holds:

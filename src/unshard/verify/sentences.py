@@ -20,6 +20,10 @@ class Findings:
         else:
             self.proven.append(agree.format("archive"))
 
+    def add_coverage(self) -> None:
+        """The pieces of a checkpoint fit together; no file was written yet."""
+        self.proven.append("the checkpoint is whole: every element of every tensor has a source")
+
     def add_architecture(self, family: str | None, *, is_adapter: bool) -> None:
         """Whether anything knows what the names should be. `is_adapter`: there is no base model among them."""
         if family:

@@ -20,6 +20,7 @@ from unshard.formats.huggingface.target import ADAPTER_CONFIG, ADAPTER_DIRECTORY
 from unshard.merging import decide
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
+from unshard.plan.compiler import compile_plan
 from unshard.run.occupants import MARKER
 from unshard.target import Target, is_adapter_file
 from unshard.tensors import Value
@@ -36,6 +37,7 @@ class Side:
     ties:       name of a tensor that is not stored → name of the one that the model uses in its place.
     adapters:   directory ("." for the model's own) → parsed adapter_config.json.
     family:     what names and shapes were checked against; None: no family knows the architecture.
+    is_checkpoint: it is what a merge would make, and does not lie there as a model.
     """
 
     tensors: Mapping[str, Value]
@@ -44,6 +46,7 @@ class Side:
     adapters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     family: str | None = None
     notes: tuple[Note, ...] = ()
+    is_checkpoint: bool = False
 
     @property
     def is_adapter(self) -> bool:
@@ -90,13 +93,14 @@ def make_side(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -> 
 
 
 def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
-    """What a merge with the same options would write; nothing is written."""
+    """What a merge with the same options would write; nothing is written, but every element must have a source."""
     decision = decide(catalog, options)
+    compile_plan(decision.target)
     tensors = dict(_planned_tensors(decision.target))
     config = {**(catalog.config or {}), **decision.model.config_changes}
     adapters = dict(_planned_adapters(decision.target))
     ties = find_tied(tensors, config)
-    return Side(tensors, catalog.roots, ties, adapters, decision.model.family, decision.notes)
+    return Side(tensors, catalog.roots, ties, adapters, decision.model.family, decision.notes, is_checkpoint=True)
 
 
 def _planned_tensors(target: Target) -> Iterator[tuple[str, Value]]:
