@@ -6,6 +6,8 @@ the next command to type. Anything else that escapes is a bug in unshard and is 
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Sequence
 
 
@@ -76,6 +78,11 @@ class VerificationError(UnshardError):
 
     exit_code = 8
     code = "verification"
+
+
+def command_line(*words: str | os.PathLike[str]) -> str:
+    """A command that can be pasted as it stands, for hints."""
+    return shlex.join([os.fspath(word) for word in words])
 
 
 def raise_all(problems: Sequence[UnshardError]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 
-from unshard.errors import OutputError, UsageError
+from unshard.errors import OutputError, UsageError, command_line
 
 _REPOSITORY = re.compile(r"(?:[\w.-]+/)?[\w.-]{1,96}", re.ASCII)
 """NAME or OWNER/NAME (huggingface_hub, `utils/_validators.py`)."""
@@ -48,9 +47,9 @@ def upload(directory: Path, repository: str, files: Sequence[str], *, private: b
             allow_patterns=[escape(file) for file in files],
         )
     except Exception as error:
-        command = ["hf", "upload", repository, str(directory), *(["--private"] if private else [])]
+        hint = command_line("hf", "upload", repository, directory, *(["--private"] if private else []))
         raise OutputError(
             f"the upload to `{repository}` failed: {error}; the model in `{directory}` is complete and verified",
-            hint=shlex.join(command),
+            hint=hint,
         ) from error
     return f"https://huggingface.co/{repository}"

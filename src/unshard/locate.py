@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from unshard.errors import NotACheckpointError, UnshardError
+from unshard.errors import NotACheckpointError, UnshardError, command_line
 from unshard.foreign import name_foreign
 from unshard.formats import FORMATS
 from unshard.formats.contract import Format
@@ -41,7 +41,7 @@ def locate(path: Path, also: Sequence[Path] = ()) -> tuple[Format, Path]:
     """
     for place in (path, *also):
         if not place.exists():
-            raise NotACheckpointError(f"{place} does not exist", hint=f"ls {_existing_parent(place)}")
+            raise NotACheckpointError(f"{place} does not exist", hint=command_line("ls", _existing_parent(place)))
     found = detect(path)
     if found is not None:
         return found, path
@@ -87,7 +87,9 @@ def read_tracker(run: Path) -> Tracker | None:
         raise NotACheckpointError(
             f"{run / name} says that step {step} is the latest, but neither {places[0].name} nor another directory of "
             "that step is there",
-            hint=f"name a step that is there: unshard inspect {steps[-1]}" if steps else f"ls {run}",
+            hint="name a step that is there: " + command_line("unshard", "inspect", steps[-1])
+            if steps
+            else command_line("ls", run),
         )
     return None
 
@@ -191,14 +193,16 @@ def _several(start: Path, candidates: Sequence[tuple[Format, Path]]) -> UnshardE
         lines.append(f"  … and {len(candidates) - _MAX_LISTED} more")
     return NotACheckpointError(
         f"{len(candidates)} checkpoints lie below {start}:\n" + "\n".join(lines),
-        hint=f"name the one that is meant: unshard inspect {candidates[-1][1]}",
+        hint="name the one that is meant: " + command_line("unshard", "inspect", candidates[-1][1]),
     )
 
 
 def _nothing(path: Path, walk: _Walk) -> UnshardError:
     """The error of a place without a checkpoint: what lies there instead, and where one might be."""
     above = next((parent for parent in list(path.absolute().parents)[:2] if detect(parent) is not None), None)
-    hint = f"a checkpoint lies above: unshard inspect {above}" if above is not None else f"ls {path}"
+    hint = command_line("ls", path)
+    if above is not None:
+        hint = "a checkpoint lies above: " + command_line("unshard", "inspect", above)
     if walk.foreign:
         lines = [f"  {place}: {what}" for place, what in walk.foreign[:_MAX_LISTED]]
         message = f"{path}: no checkpoint that can be read, but\n" + "\n".join(lines)

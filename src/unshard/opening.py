@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note, Shape
-from unshard.errors import UnshardError, UsageError, raise_all
+from unshard.errors import UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
 from unshard.formats.huggingface.reader import HuggingFace
@@ -82,7 +81,7 @@ def open_reference(path: Path) -> Checkpoint:
     if reader.detect(path) is None:
         raise UsageError(
             f"`{path}` is no Hugging Face model directory: neither safetensors nor pytorch_model.bin lies there",
-            hint=f"ls {quote(str(path))}",
+            hint=command_line("ls", path),
         )
     reference = reader.read(Source(path))
     raise_all(reference.problems)
@@ -99,7 +98,7 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
         return _with_config_file(checkpoint, place)
     config, assets = find_assets(place, CONFIG_ROOT)
     if config is None:
-        raise UsageError(f"`--config {place}`: no config.json lies there", hint=f"ls {quote(str(place))}")
+        raise UsageError(f"`--config {place}`: no config.json lies there", hint=command_line("ls", place))
     problems: list[UnshardError] = []
     adapter = read_adapter_facts([place], problems) or checkpoint.adapter
     return replace(
@@ -115,7 +114,7 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
 
 def _with_config_file(checkpoint: Checkpoint, place: Path) -> Checkpoint:
     if not place.is_file():
-        raise UsageError(f"`--config {place}`: no such directory or file", hint=f"ls {quote(str(place.parent))}")
+        raise UsageError(f"`--config {place}`: no such directory or file", hint=command_line("ls", place.parent))
     own = Asset(CONFIG, SourceFile(CONFIG_ROOT, place.name), place.stat().st_size)
     return replace(
         checkpoint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Whatever goes wrong is printed, never raised."""
     from unshard.cli.troubles import CLOSED_PIPE, explain
+    from unshard.errors import command_line
     from unshard.report.printers import ReaderGone, choose_printer
 
     words = list(sys.argv[1:] if argv is None else argv)
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if "--debug" in words:
             traceback.print_exc()
-        trouble = explain(error, f"unshard {shlex.join(words)}")
+        trouble = explain(error, command_line("unshard", *words))
         with suppress(ReaderGone):
             printer.error(trouble)
         return trouble.exit_code
@@ -93,12 +93,12 @@ def _unknown_command(name: str, others: Sequence[str]) -> Exception:
     from difflib import get_close_matches
     from pathlib import Path
 
-    from unshard.errors import UsageError
+    from unshard.errors import UsageError, command_line
 
     near = get_close_matches(name, COMMANDS, 1)
     if not near and Path(name).exists():
         paths = [word for word in others if not word.startswith("-")]
-        line = shlex.join(["unshard", "merge" if paths else "inspect", name, *others])
+        line = command_line("unshard", "merge" if paths else "inspect", name, *others)
         return UsageError(f"`{name}` is a path; the command comes first: {', '.join(COMMANDS)}", hint=line)
-    hint = shlex.join(["unshard", near[0], *others]) if near else "unshard --help"
+    hint = command_line("unshard", near[0], *others) if near else "unshard --help"
     return UsageError(f"there is no command `{name}`; there are {', '.join(COMMANDS)}", hint=hint)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard.cli import parser as options
+from unshard.errors import command_line
 from unshard.report.printers import Printer
 
 if TYPE_CHECKING:
@@ -59,6 +59,6 @@ def _show(report: Report, console: Console, *, verbose: bool) -> None:
     from unshard.report.console import print_line
     from unshard.report.render import print_report
 
-    print_line(console, "$ ", (shlex.join(["unshard", "merge", report.source, report.output]), "bold"), "\n")
+    print_line(console, "$ ", (command_line("unshard", "merge", report.source, report.output), "bold"), "\n")
     print_report(console, report, verbose=verbose)
     console.print()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard.cli import compat, requests
 from unshard.cli import parser as options
-from unshard.errors import UsageError
+from unshard.errors import UsageError, command_line
 from unshard.report.events import Event, Message, PhaseFinished
 from unshard.report.printers import Printer
 
@@ -37,8 +36,8 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     compat.share_positionals(arguments, "output")
     source, output = compat.source_of(arguments), compat.find_target(arguments)
     if output is None:
-        line = shlex.join(["unshard", arguments.command, str(source)])
-        raise UsageError("OUT is missing: no place to write to was given", hint=f"{line} OUT")
+        hint = command_line("unshard", "merge", source, "OUT")
+        raise UsageError("OUT is missing: no place to write to was given", hint=hint)
     for sentence in compat.list_idle(arguments):
         printer.sink(Message("note", sentence))
     repository = arguments.hf_upload_path
@@ -69,6 +68,6 @@ def _merge(arguments: argparse.Namespace, printer: Printer, source: Path, output
     except KeyboardInterrupt as stop:
         if not published:
             raise type(stop)(f"`{output}` is as it was before") from None
-        hint = shlex.join(["unshard", "verify", str(output), "--against", str(source)])
+        hint = command_line("unshard", "verify", output, "--against", source)
         message = f"the model in `{output}` is complete, but was not verified to the end"
         raise type(stop)(message, hint) from None

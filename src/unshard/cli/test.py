@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 
 from unshard.cli import compat
 from unshard.cli import parser as options
 from unshard.cli.verify import add_tolerance, judge
-from unshard.errors import UsageError
+from unshard.errors import UsageError, command_line
 from unshard.report.events import Message
 from unshard.report.printers import Printer
 
@@ -32,8 +31,8 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     source = compat.source_of(arguments)
     reference = compat.choose_one(arguments.reference, arguments.test_hf_dir, ("HF_DIR", "--test_hf_dir"))
     if reference is None:
-        line = shlex.join(["unshard", "test", str(source), "--test_hf_dir"])
-        raise UsageError("HF_DIR is missing: no model to compare with was given", hint=f"{line} HF_DIR")
+        hint = command_line("unshard", "test", source, "--test_hf_dir", "HF_DIR")
+        raise UsageError("HF_DIR is missing: no model to compare with was given", hint=hint)
     for sentence in compat.list_idle(arguments):
         printer.sink(Message("note", sentence))
     return judge(arguments, printer, source, reference)

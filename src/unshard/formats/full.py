@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.checkpoint import Checkpoint
-from unshard.errors import NotACheckpointError
+from unshard.errors import NotACheckpointError, command_line
 from unshard.formats.contract import Source
 from unshard.formats.fsdp.layouts import RankFiles
 from unshard.formats.fsdp.ranks import RankFile, RankSet
@@ -59,5 +59,6 @@ def _only_file(directory: Path) -> Path:
         return files[0]
     listed = ", ".join([path.name for path in files]) or "no torch file of a usual name"
     raise NotACheckpointError(
-        f"{directory}: {listed}", hint=f"name the file: unshard inspect {files[0] if files else directory / 'FILE'}"
+        f"{directory}: {listed}",
+        hint="name the file: " + command_line("unshard", "inspect", files[0] if files else directory / "FILE"),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.checkpoint import Note
-from unshard.errors import IncompleteError, NotACheckpointError, UnshardError
+from unshard.errors import IncompleteError, NotACheckpointError, UnshardError, command_line
 from unshard.formats.contract import Source
 from unshard.formats.fsdp.layouts import RankFiles, find_rank_files, group_of, ranks_in_words
 from unshard.tensors import SourceFile
@@ -65,7 +65,7 @@ def several_groups(groups: list[RankFiles], directory: Path) -> NotACheckpointEr
     example = groups[0].ranks[min(groups[0].ranks)]
     return NotACheckpointError(
         f"{directory}: rank files of several checkpoints lie here:\n{listed}",
-        hint=f"name one file of the checkpoint that is meant: unshard inspect {example}",
+        hint="name one file of the checkpoint that is meant: " + command_line("unshard", "inspect", example),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note
-from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError
+from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError, command_line
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import find_assets, list_directory, read_config
 from unshard.formats.huggingface.index import Index, read_index
@@ -46,7 +46,8 @@ class HuggingFace:
             weights = find_weights(files)
             title = str(weights)
         if weights is None:
-            raise NotACheckpointError(f"{source.path}: no weights of a Hugging Face model", hint=f"ls {source.path}")
+            message = f"{source.path}: no weights of a Hugging Face model"
+            raise NotACheckpointError(message, hint=command_line("ls", source.path))
         catalog.read(weights)
         config, assets = catalog.side_files(source.path) if source.path.is_dir() else (None, ())
         return Checkpoint(
