@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
 
+from unshard.dtypes import DType
 from unshard.files import OpenFiles
 from unshard.plan.moves import Compute, Copy, Literal, PlannedFile, Tile
 from unshard.run.bands import is_crossed, pieces_by_band, split_bands, split_evenly
@@ -17,14 +18,10 @@ from unshard.settings import Settings
 from unshard.tensors import Box, Chunk, row_major_strides
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from unshard.run.computing import Operands
     from unshard.run.gathering import Gatherer
 
-    Array = NDArray[Any]
-
-_LONGEST_COPY = 32 << 20
+_LONGEST_COPY = 8 << 20
 """Bytes of one job that copies."""
 
 
@@ -39,7 +36,7 @@ class Worker:
     rounded: dict[str, Rounding] = field(default_factory=dict)
     operands: Operands | None = None
     _gatherer: Gatherer | None = None
-    _band: Array | None = None
+    _band: bytearray = field(default_factory=bytearray)
 
     @property
     def gatherer(self) -> Gatherer:
@@ -50,13 +47,11 @@ class Worker:
             self._gatherer = Gatherer(self.files, self.settings.buffer)
         return self._gatherer
 
-    def band(self, size: int) -> Array:
+    def band(self, size: int) -> memoryview:
         """A buffer of `size` bytes that holds until the next call."""
-        import numpy as np
-
-        if self._band is None or self._band.size < size:
-            self._band = np.empty(size, np.uint8)
-        return self._band[:size]
+        if len(self._band) < size:
+            self._band = bytearray(size)
+        return memoryview(self._band)[:size]
 
     def count(self, name: str, rounding: Rounding) -> None:
         """Add to what became of a tensor."""
@@ -105,16 +100,38 @@ class GatherBand:
         return self.box.volume * self.tile.dtype.itemsize
 
     def run(self, worker: Worker, output: Output) -> None:
-        from unshard.run.casting import raw_dtype
-
-        tile = self.tile
-        strides = row_major_strides(tile.shape, tile.dtype.itemsize)
-        start = sum([at * stride for at, stride in zip(self.box.offsets, strides, strict=True)])
+        start = _offset_in(self.tile.shape, self.box, self.tile.dtype)
         with worker.budget.reserve(self.memory):
             buffer = worker.band(self.size)
-            band = buffer.view(raw_dtype(tile.dtype)).reshape(self.box.sizes)
-            worker.count(tile.name, worker.gatherer.gather(self.pieces, self.box, band, tile.dtype))
-            output.write(tile.destination + start, buffer.data)
+            if all(self._is_run(piece) for piece in self.pieces):
+                self._read_runs(worker, buffer)
+            else:
+                self._gather(worker, buffer)
+            output.write(self.tile.destination + start, buffer)
+
+    def _is_run(self, piece: Chunk) -> bool:
+        """Whether a piece is one run of bytes in its file and in the band, and the same bytes in both."""
+        dtype, sizes, extent = self.tile.dtype, piece.box.sizes, piece.extent
+        if extent.dtype != dtype or extent.encoding != "plain" or not extent.is_contiguous(sizes):
+            return False
+        band = replace(extent, strides=row_major_strides(self.box.sizes, dtype.itemsize))
+        return band.is_contiguous(sizes)
+
+    def _read_runs(self, worker: Worker, buffer: memoryview) -> None:
+        """Without numpy: short tensors of row shards are such tiles, and in many a plan the only ones."""
+        for piece in self.pieces:
+            start = _offset_in(self.box.sizes, piece.box.relative_to(self.box.offsets), self.tile.dtype)
+            part = buffer[start : start + piece.size_in_bytes]
+            worker.files.read_into(piece.extent.file, piece.extent.offset, part)
+
+    def _gather(self, worker: Worker, buffer: memoryview) -> None:
+        import numpy as np
+
+        from unshard.run.casting import raw_dtype
+
+        dtype = self.tile.dtype
+        band = np.frombuffer(buffer, raw_dtype(dtype)).reshape(self.box.sizes)
+        worker.count(self.tile.name, worker.gatherer.gather(self.pieces, self.box, band, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +176,12 @@ def list_jobs(file: PlannedFile, settings: Settings) -> Iterator[Job]:
             yield from _cut_tile(move, settings)
         else:
             yield from _cut_compute(move)
+
+
+def _offset_in(shape: Sequence[int], box: Box, dtype: DType) -> int:
+    """Bytes from the start of a row-major array of this shape to the first element of a box."""
+    strides = row_major_strides(shape, dtype.itemsize)
+    return sum([at * stride for at, stride in zip(box.offsets, strides, strict=True)])
 
 
 def _cut_tile(tile: Tile, settings: Settings) -> Iterator[GatherBand]:

@@ -48,12 +48,12 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
 def _write(plan: Plan, settings: Settings, schedule: Schedule, meter: Meter) -> dict[str, Rounding]:
     """Do all tasks in threads, and tell what was rounded."""
     files = OpenFiles(plan.roots)
-    copier, budget = Copier(files), Budget(settings.memory)
+    budget = Budget(settings.memory)
     rounded: dict[str, Rounding] = {}
     workers: list[Worker] = []
 
     def work() -> None:
-        worker = Worker(files, copier, settings, budget)
+        worker = Worker(files, Copier(files), settings, budget)
         workers.append(worker)
         while (assignment := schedule.take()) is not None:
             assignment.task.run(worker, assignment.output)

@@ -10,7 +10,7 @@ from threading import Condition
 from typing import TypeAlias
 
 from unshard.plan.moves import PlannedFile
-from unshard.run.jobs import CopySpan, Job, Worker, list_jobs
+from unshard.run.jobs import Job, Worker, list_jobs
 from unshard.run.writing import Output
 from unshard.settings import Settings
 from unshard.target import Seal
@@ -48,19 +48,13 @@ class Lane:
     tasks: Iterator[Task]
     upcoming: Task | None = None
     active: int = 0
-    copying: bool = False
 
     def advance(self) -> None:
         self.upcoming = next(self.tasks, None)
 
     def is_ready(self) -> bool:
-        """Whether the next task may begin.
-
-        One copy at a time, for two gain nothing; seals one by one when all else is written; the end when all is done.
-        """
-        if isinstance(self.upcoming, SealFile | FinishFile):
-            return self.active == 0
-        return not (self.copying and isinstance(self.upcoming, CopySpan))
+        """Whether the next task may begin: seals one by one when all else is written, the end when all is done."""
+        return self.active == 0 or not isinstance(self.upcoming, SealFile | FinishFile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,7 @@ class Assignment:
 
 
 class Schedule:
-    """Hands out tasks: first of a file that nobody writes, which scales best, then of any file that can be shared."""
+    """Hands out tasks: first of a file that nobody writes, which scales best, then of any other."""
 
     def __init__(
         self, files: tuple[PlannedFile, ...], settings: Settings, open_output: Callable[[PlannedFile], Output]
@@ -100,8 +94,6 @@ class Schedule:
         with self._changed:
             lane = done.lane
             lane.active -= 1
-            if isinstance(done.task, CopySpan):
-                lane.copying = False
             if lane.upcoming is None and lane.active == 0:
                 self._lanes.remove(lane)
             self._changed.notify_all()
@@ -139,6 +131,5 @@ class Schedule:
         task = lane.upcoming
         assert task is not None
         lane.active += 1
-        lane.copying = lane.copying or isinstance(task, CopySpan)
         lane.advance()
         return Assignment(lane, task, lane.output)

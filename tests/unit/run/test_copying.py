@@ -1,9 +1,10 @@
-"""Copies: every way gives the same bytes, and each failure names the side that failed."""
+"""Copies: both ways give the same bytes, and each failure names the side that failed."""
 
 from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,56 +44,86 @@ def target(tmp_path: Path) -> int:
     return os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
 
 
-def copy_all(directory: Path, target: int, copier: Copier | None = None) -> None:
+def copy_all(directory: Path, target: int, copier: Copier | None = None, *, aligned: bool = True) -> None:
     copier = copier or Copier(OpenFiles({"source": directory}))
-    copier.copy(FILE, 7, target, 100, len(DATA) - 7)
-    assert (directory / "out").read_bytes() == bytes(100) + DATA[7:]
+    start = 4103 if aligned else 100
+    copier.copy(FILE, 7, target, start, len(DATA) - 7)
+    assert (directory / "out").read_bytes() == bytes(start) + DATA[7:]
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *names: str, number: int = errno.ENOSYS) -> list[Calls]:
-    calls = [Calls(fail(number)) for _ in names]
-    for name, call in zip(names, calls, strict=True):
-        monkeypatch.setattr(os, name, call, raising=False)
+def replace_kernel(monkeypatch: pytest.MonkeyPatch, act: Callable[..., int]) -> Calls:
+    calls = Calls(act)
+    monkeypatch.setattr(os, "copy_file_range", calls, raising=False)
     return calls
 
 
-def test_by_the_best_way_here(tmp_path: Path, target: int) -> None:
-    copy_all(tmp_path, target)
+def test_the_kernel_copies_what_lies_alike_in_its_blocks(
+    tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = replace_kernel(monkeypatch, os.copy_file_range)
+    copy_all(tmp_path, target, aligned=True)
+    assert calls.count > 0
+
+
+def test_what_lies_otherwise_is_read_and_written(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "major", lambda _: 8)
+    calls = replace_kernel(monkeypatch, os.copy_file_range)
+    copy_all(tmp_path, target, aligned=False)
+    assert calls.count == 0
+
+
+def test_filesystems_without_a_disk_of_their_own_are_always_asked(
+    tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "major", lambda _: 0)
+    calls = replace_kernel(monkeypatch, os.copy_file_range)
+    copy_all(tmp_path, target, aligned=False)
+    assert calls.count > 0
+
+
+def test_from_disk_to_disk(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Path("/dev/shm")
+    if not os.access(other, os.W_OK) or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is only one filesystem here")
+    calls = replace_kernel(monkeypatch, fail(errno.EXDEV))
+    with tempfile.TemporaryDirectory(dir=other) as name:
+        (Path(name) / "shard.bin").write_bytes(DATA)
+        copy_all(
+            tmp_path,
+            target,
+            Copier(
+                OpenFiles({"source": Path(name)}),
+            ),
+        )
+    assert calls.count == 0
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO])
-def test_without_copy_file_range(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    (call,) = without(monkeypatch, "copy_file_range", number=number)
+def test_a_kernel_that_cannot(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    calls = replace_kernel(monkeypatch, fail(number))
     copier = Copier(OpenFiles({"source": tmp_path}))
     for _ in range(3):
         copy_all(tmp_path, target, copier)
-    assert call.count == 1, "a way that fails is not tried again"
+    assert calls.count == 1, "a way that fails is not tried again"
 
 
-def test_without_sendfile_either(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = without(monkeypatch, "copy_file_range", "sendfile", number=errno.EINVAL)
-    copy_all(tmp_path, target)
-    assert [call.count for call in calls] == [1, 1]
-
-
-def test_where_copy_file_range_does_not_exist(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_has_no_such_call(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "copy_file_range", raising=False)
     copy_all(tmp_path, target)
 
 
 def test_short_copies(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.copy_file_range
-    short = Calls(lambda source, out, size, at, to: real(source, out, min(size, 100_000), at, to))
-    monkeypatch.setattr(os, "copy_file_range", short)
+    calls = replace_kernel(monkeypatch, lambda source, out, size, at, to: real(source, out, min(size, 100_000), at, to))
     copy_all(tmp_path, target)
-    assert short.count == -(-(len(DATA) - 7) // 100_000)
+    assert calls.count == -(-(len(DATA) - 7) // 100_000)
 
 
-def test_a_way_that_gives_up_in_the_middle(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_gives_up_in_the_middle(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.copy_file_range
-    once = Calls(lambda source, out, size, at, to: real(source, out, 50_000, at, to) if once.count == 1 else 0)
-    monkeypatch.setattr(os, "copy_file_range", once)
-    without(monkeypatch, "sendfile")
+    calls = replace_kernel(
+        monkeypatch, lambda source, out, size, at, to: real(source, out, 50_000, at, to) if calls.count == 1 else 0
+    )
     copy_all(tmp_path, target)
 
 
@@ -101,10 +132,10 @@ def test_a_truncated_source_is_named(
     tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch, kernel: bool
 ) -> None:
     if not kernel:
-        without(monkeypatch, "copy_file_range", "sendfile")
+        replace_kernel(monkeypatch, fail(errno.ENOSYS))
     os.truncate(tmp_path / "shard.bin", 1000)
     with pytest.raises(FormatError, match=r"shard\.bin: ends at byte 1,000, but bytes up to [0-9,]+ are") as info:
-        Copier(OpenFiles({"source": tmp_path})).copy(FILE, 7, target, 0, len(DATA) - 7)
+        Copier(OpenFiles({"source": tmp_path})).copy(FILE, 7, target, 7, len(DATA) - 7)
     assert info.value.hint
 
 
@@ -112,11 +143,10 @@ def test_a_truncated_source_is_named(
 def test_a_full_disk_is_not_tried_again(
     tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    without(monkeypatch, "copy_file_range", number=number)
-    (other,) = without(monkeypatch, "sendfile")
+    replace_kernel(monkeypatch, fail(number))
+    monkeypatch.setattr(os, "pwrite", fail(errno.EIO))
     with pytest.raises(OSError, match=os.strerror(number)):
         copy_all(tmp_path, target)
-    assert other.count == 0
 
 
 def test_short_writes(tmp_path: Path, target: int, monkeypatch: pytest.MonkeyPatch) -> None:

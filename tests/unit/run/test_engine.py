@@ -251,24 +251,27 @@ def test_encoded_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_copying_loads_no_numpy(tmp_path: Path) -> None:
-    """A plan of copies alone starts at once: numpy takes longer to load than a small model to copy."""
-    (tmp_path / "a").write_bytes(b"x" * 100)
+    """A plan of copies and short row shards starts at once: numpy takes as long to load as a small model to copy."""
+    (tmp_path / "a").write_bytes(b"x" * 100 + b"y" * 60)
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
-from unshard.plan.moves import Copy, Plan, PlannedFile
+from unshard.dtypes import F32
+from unshard.plan.moves import Copy, Plan, PlannedFile, Tile
 from unshard.report.events import ignore
 from unshard.run.local import run_plan
 from unshard.settings import Settings
-from unshard.tensors import SourceFile
-moves = (Copy(0, 100, SourceFile("source", "a"), 0),)
-run_plan(Plan({{"source": Path({str(tmp_path)!r})}}, (PlannedFile("m", 100, moves),)), Path({str(tmp_path)!r}) / "out",
+from unshard.tensors import Box, Chunk, Extent, SourceFile
+file = SourceFile("source", "a")
+pieces = [Chunk(Box((row, 0), (1, 5)), Extent(file, 100 + 20 * row, (20, 4), F32)) for row in range(3)]
+moves = (Copy(0, 100, file, 0), Tile(100, F32, (3, 5), tuple(pieces), "bias"))
+run_plan(Plan({{"source": Path({str(tmp_path)!r})}}, (PlannedFile("m", 160, moves),)), Path({str(tmp_path)!r}) / "out",
          Settings(), ignore)
 assert "numpy" not in sys.modules
 """
     assert os.spawnv(os.P_WAIT, os.sys.executable, [os.sys.executable, "-c", script]) == 0
-    assert (tmp_path / "out" / "m").read_bytes() == b"x" * 100
+    assert (tmp_path / "out" / "m").read_bytes() == b"x" * 100 + b"y" * 60
 
 
 def test_a_budget_admits_the_first_whatever_its_size() -> None:
