@@ -37,6 +37,9 @@ BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values (or beginnings) of `init_lora_weights` that change the base weights when training starts, and when PEFT loads
 the adapter (huggingface/peft, `src/peft/tuners/lora/layer.py`, `LoraLayer.update_layer`)."""
 
+_GATES_AND_UPS = "gate_up_proj"
+"""The parameter of packed experts that transformers 5 made of `gate_proj` and `up_proj` (or `w1` and `w3`)."""
+
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
@@ -89,6 +92,7 @@ def complete_config(recorded: Recorded, shown: Shown) -> Completion:
     completion = Completion(dict(recorded.config))
     _set_ranks(completion, recorded, shown.layers)
     _set_alpha(completion, recorded)
+    _set_alphas_of_packs(completion, recorded, shown.layers)
     _set_targets(completion, shown)
     _set_variants(completion, shown)
     config = completion.config
@@ -150,13 +154,37 @@ def _set_alpha(completion: Completion, recorded: Recorded) -> None:
     completion.config["lora_alpha"] = alpha
 
 
+def _set_alphas_of_packs(completion: Completion, recorded: Recorded, layers: Sequence[Layer]) -> None:
+    """The alphas of packed gates and ups, where no config tells them: PEFT adapts both by one layer of twice the rank.
+
+    It doubles alpha as well, to keep the strength (huggingface/peft, `_convert_peft_config_moe` in
+    `src/peft/utils/transformers_weight_conversion.py`).
+    """
+    config = completion.config
+    alpha = config.get("lora_alpha")
+    if recorded.is_config or alpha is None:
+        return
+    alphas = {
+        layer.path: 2 * alpha
+        for layer in layers
+        if layer.bare and layer.parameter == _GATES_AND_UPS and layer.rank == 2 * config["r"]
+    }
+    if alphas:
+        config["alpha_pattern"] = patterns_for(alphas, alpha)
+        text = (
+            f"packed {_GATES_AND_UPS} have rank {2 * config['r']}, as PEFT adapts gate and up together: their alpha was "
+            f"taken to be {2 * alpha}, twice the {alpha} of the others, as PEFT sets it"
+        )
+        completion.notes.append(Note(text, tuple(alphas), level="warning"))
+
+
 def _set_targets(completion: Completion, shown: Shown) -> None:
     config = completion.config
     targets = {layer.module for layer in shown.layers if not layer.bare}
     stated = config.get("target_modules")
     if not isinstance(stated, str) and not _targets_exactly(config, targets, shown.weights):
         completion.correct(
-            "target_modules", shortest_targets(targets, shown.weights), "the tensors belong to these modules"
+            "target_modules", shortest_targets(targets, shown.modules), "the tensors belong to these modules"
         )
     parameters = {layer.weight_name for layer in shown.layers if layer.bare and layer.parameter is not None}
     stated_parameters = config.get("target_parameters") or []
@@ -167,6 +195,9 @@ def _set_targets(completion: Completion, shown: Shown) -> None:
     if saved:
         names = [*_saved(config), *sorted({_shortest_end(path, shown) for path in saved})]
         completion.correct("modules_to_save", names, "the checkpoint holds these modules trained whole")
+    elif _saved(config) and not shown.saved:
+        why = "the checkpoint does not hold them, so that what training made of these modules is not in the output"
+        completion.correct("modules_to_save", None, why)
     if shown.tokens and not config.get("trainable_token_indices"):
         completion.problems.append(
             ModelError(

@@ -236,7 +236,8 @@ def _notes(
     if not recorded.is_config:
         told = recorded.source or "the command line"
         text = (
-            f"{label}neither the tensors nor {told} tell whether training used rsLoRA or trained biases: taken as no."
+            f"{label}neither the tensors nor {told} tell whether training used rsLoRA, alphas per module or trained "
+            "biases: taken as no."
         )
         notes.append(Note(text))
     if several and recorded.source and not recorded.alpha_is_given:

@@ -91,6 +91,11 @@ CASES = [
         model="qwen3_moe",
         told=True,
     ),
+    Case(
+        "gate and up of experts, which PEFT adapts as one",
+        {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        model="qwen3_moe",
+    ),
     Case("PiSSA", {"target_modules": ATTENTION, "init_lora_weights": "pissa"}, told=True),
 ]
 

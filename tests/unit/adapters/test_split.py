@@ -226,6 +226,21 @@ def test_targets_are_named_shortly_only_where_that_is_exact() -> None:
     assert divide(shapes).adapters[0].config["target_modules"] == [layer(1, "v_proj"), "q_proj"]
 
 
+def test_targets_are_whole_paths_where_a_container_is_called_alike() -> None:
+    """PEFT refuses a target that is a whole block: `blocks.0` beside the linear layer `merger.mlp.0`."""
+    shapes = peft_model({"visual.merger.mlp.0": 4, "visual.blocks.0.attn.qkv": 4}, plain=("visual.blocks.0.mlp.up",))
+    assert divide(shapes).adapters[0].config["target_modules"] == ["qkv", "visual.merger.mlp.0"]
+
+
+def test_modules_trained_whole_that_were_not_saved_are_told() -> None:
+    """Savers that keep only names with `lora_` lose `modules_to_save`, and PEFT cannot load a config that names it."""
+    shapes = {name: shape for name, shape in peft_model({Q: 4}).items() if "lora_" in name}
+    told = META | {"peft_type": "LORA", "target_modules": [Q], "modules_to_save": ["lm_head"]}
+    result = divide(shapes, told)
+    assert result.adapters[0].config["modules_to_save"] is None
+    assert "modules_to_save corrected from ['lm_head'] to None: the checkpoint does not hold them" in notes(result)
+
+
 def test_targets_are_whole_paths_where_no_base_is_known() -> None:
     shapes = {name: shape for name, shape in peft_model({Q: 4}).items() if "base_layer" not in name}
     result = divide(shapes)
