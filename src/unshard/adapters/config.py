@@ -172,8 +172,8 @@ def _set_alphas_of_packs(completion: Completion, recorded: Recorded, layers: Seq
     if alphas:
         config["alpha_pattern"] = patterns_for(alphas, alpha)
         text = (
-            f"packed {_GATES_AND_UPS} have rank {2 * config['r']}, as PEFT adapts gate and up together: their alpha was "
-            f"taken to be {2 * alpha}, twice the {alpha} of the others, as PEFT sets it"
+            f"packed {_GATES_AND_UPS} have rank {2 * config['r']}, as PEFT adapts gate and up together: their alpha "
+            f"was taken to be {2 * alpha}, twice the {alpha} of the others, as PEFT sets it"
         )
         completion.notes.append(Note(text, tuple(alphas), level="warning"))
 
