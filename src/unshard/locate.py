@@ -41,7 +41,7 @@ def locate(path: Path, also: Sequence[Path] = ()) -> tuple[Format, Path]:
     """
     for place in (path, *also):
         if not place.exists():
-            raise NotACheckpointError(f"{place} does not exist", hint=command_line("ls", _existing_parent(place)))
+            raise NotACheckpointError(f"`{place}` does not exist", hint=command_line("ls", _existing_parent(place)))
     found = detect(path)
     if found is not None:
         return found, path

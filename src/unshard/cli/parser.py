@@ -19,12 +19,13 @@ from unshard.report.printers import write_out
 
 EPILOG = """\
 exit codes:
-  0  done and verified           5    pieces missing or in conflict
-  1  the system refused          6    names, shapes or ties do not fit the model
-  2  wrong usage                 7    the output cannot be written
-  3  no checkpoint found         8    verification failed, or the models differ
-  4  damaged or refused file     130  interrupted (141: stdout was closed)
-  70 a bug in unshard
+    0  done and verified            6  names, shapes or ties do not fit the model
+    1  the system refused           7  the output cannot be written
+    2  wrong usage                  8  verification failed, or the models differ
+    3  no checkpoint found         70  a bug in unshard
+    4  damaged or refused file    130  interrupted (143: terminated)
+    5  pieces missing or          141  stdout was closed
+       in conflict
 """
 MOST_JOBS = 256
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -170,7 +171,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json", action="store_true", help="print JSON lines on stdout: every event, the result, errors"
     )
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress and no notes, only results and warnings")
+    group.add_argument("-q", "--quiet", action="store_true", help="on stderr warnings and errors only")
     group.add_argument("-v", "--verbose", action="store_true", help="say more: every tensor that a note is about")
     group.add_argument("--debug", action="store_true", help="show where in the code an error comes from")
 

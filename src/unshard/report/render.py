@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,11 +84,10 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
 
 def _derived_notes(report: Report) -> Iterator[Note]:
     """What the figures of the report say beside the notes: casts, tensors and entries that were left out."""
-    pairs = Counter((entry.source, entry.result) for entry in report.rounded)
-    for (source, result), number in sorted(pairs.items()):
+    pairs = sorted({(entry.source, entry.result) for entry in report.rounded if entry.source != entry.result})
+    for source, result in pairs:
         names = tuple([entry.name for entry in report.rounded if (entry.source, entry.result) == (source, result)])
-        what = f"from {source} to {result}" if source != result else f"computed, and rounded to {result}"
-        yield Note(f"{count_in_words(number, 'tensor')} {'went ' if source != result else ''}{what}", names)
+        yield Note(f"{count_in_words(len(names), 'tensor')} went from {source} to {result}", names)
     special = [entry for entry in report.rounded if entry.nan or entry.overflow]
     if special:
         nan, overflow = sum(entry.nan for entry in special), sum(entry.overflow for entry in special)
