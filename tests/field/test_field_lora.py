@@ -146,14 +146,14 @@ def test_adapter_is_fused_in_fp32_and_rounded_once(tmp_path: Path) -> None:
     assert same(wide, {"proj.weight": weight.astype(np.float32) + 2 * product})
 
 
-def quantised(directory: Path) -> Path:
-    """A QLoRA run: four-bit weights in bytes, two to a byte, with the tensors that bitsandbytes keeps beside them."""
+def quantised(directory: Path, shape: tuple[int, int] = (12, 1)) -> Path:
+    """A QLoRA run: four-bit weights, two to a byte in one column, with tensors that bitsandbytes keeps beside them."""
     layer = f"{PEFT}proj"
     more = {
         f"{layer}.base_layer.weight.absmax": numbers(1, dtype=np.float32),
         f"{layer}.base_layer.weight.quant_map": numbers(16, dtype=np.float32),
     }
-    return write_adapted(directory, numbers(12, 1, dtype=np.uint8), numbers(2, 4), numbers(6, 2), **more)
+    return write_adapted(directory, numbers(*shape, dtype=np.uint8), numbers(2, 4), numbers(6, 2), **more)
 
 
 def test_adapter_of_a_quantised_base_is_a_peft_directory(tmp_path: Path) -> None:
@@ -165,9 +165,10 @@ def test_adapter_of_a_quantised_base_is_a_peft_directory(tmp_path: Path) -> None
     assert adapter_config(tmp_path / "out")["target_modules"] == ["proj"]
 
 
-def test_quantised_base_is_never_fused_as_if_it_were_floats(tmp_path: Path) -> None:
-    """LlamaFactory#3573: bytes of a four-bit weight are no numbers that an adapter could be added to."""
-    error = refuse(quantised(tmp_path / "actor"), tmp_path / "out", fuse_lora=True)
+@pytest.mark.parametrize("shape", [(12, 1), (6, 4)])
+def test_quantised_base_is_never_fused_as_if_it_were_floats(shape: tuple[int, int], tmp_path: Path) -> None:
+    """LlamaFactory#3573: the bytes of a quantised weight are no numbers that an adapter could be added to."""
+    error = refuse(quantised(tmp_path / "actor", shape), tmp_path / "out", fuse_lora=True)
     assert isinstance(error, ModelError)
     assert "proj" in error.message
 

@@ -175,6 +175,15 @@ def test_wrapper_in_front_of_all_names_is_taken_off(prefix: str, tmp_path: Path)
     assert prefix.strip(".") in words(report)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "pretrained_model."])
+def test_wrapper_of_a_model_that_no_family_knows_is_taken_off(prefix: str, tmp_path: Path) -> None:
+    """NeMo-RL#1881: DDP's and TRL's prefixes are known by themselves, without the names that should be there."""
+    tensors = {"embeddings.weight": numbers(6, 4), "blocks.0.weight": numbers(4, 4)}
+    wrapped = {prefix + name: array for name, array in tensors.items()}
+    source = write_ranks(tmp_path / "actor", world(2), wrapped, **TOY)
+    assert same(merge(source, tmp_path / "out")[1], tensors)
+
+
 @pytest.mark.parametrize("wrapper", ["_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."])
 def test_wrapper_of_each_layer_is_taken_off(wrapper: str, tmp_path: Path) -> None:
     """NeMo-RL#1881: wrappers stand in the middle of names as well."""
