@@ -14,7 +14,11 @@ MARKER = ".unshard-in-progress"
 
 _TEMPORARY = ".unshard-*.tmp"
 
+WITHDRAWN = ".failed-verification"
+"""What is added to the name of a file that was published and then found to be wrong."""
+
 REPLACEABLE = (
+    f"*{WITHDRAWN}",
     "*.safetensors",
     "*.safetensors.index.json",
     "pytorch_model*.bin",

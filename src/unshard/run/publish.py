@@ -25,8 +25,11 @@ from pathlib import Path
 
 from unshard.errors import OutputError
 from unshard.plan.moves import PlannedFile
-from unshard.run.occupants import MARKER, Marker, survey, temporary_name
+from unshard.run.occupants import MARKER, WITHDRAWN, Marker, survey, temporary_name
 from unshard.run.writing import write_error
+
+_SIDE_FILE = 2
+"""The place in the loading order of what is neither index nor weights."""
 
 
 class Staging:
@@ -143,6 +146,17 @@ def stage(output: Path, files: Sequence[PlannedFile], *, overwrite: bool) -> Ite
         staging.release()
 
 
+def withdraw(output: Path, files: Iterable[PlannedFile]) -> list[Path]:
+    """Take back a published model: its index and weights get other names, which are returned."""
+    renamed = []
+    for file in sorted(files, key=lambda file: _loading_order(file.path)):
+        place = output / file.path
+        if _loading_order(file.path) < _SIDE_FILE and place.exists():
+            renamed.append(place.rename(place.with_name(place.name + WITHDRAWN)))
+    _sync_directory(output)
+    return renamed
+
+
 def _lock_marker(output: Path) -> int:
     """A descriptor of the marker, locked as long as it is open, where the filesystem can lock."""
     path = output / MARKER
@@ -172,7 +186,7 @@ def _loading_order(name: str) -> int:
     """The index goes first, then weights: what is left cannot be loaded, and is no mix with the new."""
     if name.endswith(".index.json"):
         return 0
-    return 1 if name.endswith((".safetensors", ".bin")) else 2
+    return 1 if name.endswith((".safetensors", ".bin")) else _SIDE_FILE
 
 
 def _sync_directory(directory: Path) -> None:
