@@ -204,7 +204,7 @@ class TestComparison:
             value = tensors.pop(f"model.layers.{layer}.self_attn.q_proj.weight")
             tensors[f"model.layers.{layer}.self_attn.q.weight"] = value
         tensors["model.layers.1.mlp.down_proj.weight"] = Tensor("", BF16, (12, 8), ())
-        tensors |= outline("surplus", 3)
+        tensors |= outline("surplus.weight", 3)
         unknown, missing, misshapen = name(tensors, QWEN2).problems
         assert "3 tensors unknown to Qwen2ForCausalLM" in unknown.message
         assert "model.layers.[0-1].self_attn.q.weight (2 tensors), close to" in unknown.message
@@ -243,9 +243,17 @@ class TestComparison:
         config = {**QWEN2, "model_type": "novel"}
         assert "h.0.attn.bias" in name(outline("h.0.attn.bias", 8), config).tensors
 
-    def test_persistent_buffers_of_an_own_making_are_unknown_names(self) -> None:
-        problem = the_problem(name({**running(QWEN2), **outline("model.my_scale", 1)}, QWEN2))
-        assert "model.my_scale" in problem.message
+    @pytest.mark.parametrize("config", [QWEN2, MOE])
+    def test_persistent_buffers_of_an_own_making_are_kept_and_told(self, config: dict[str, Any]) -> None:
+        own = ("model.my_scale", "model.layers.0.my_count")
+        model = name({**running(config), **outlines(dict.fromkeys(own, (1,)))}, config)
+        assert not model.problems
+        assert set(own) < set(model.tensors)
+        assert [note.tensors for note in model.notes if note.level == "warning"] == [own]
+
+    @pytest.mark.parametrize("stray", ["model.layers.0.self_attn.o_proj.bias", "model.layers.7.mlp.experts.down_proj"])
+    def test_parameters_that_the_architecture_does_not_have_are_no_buffers(self, stray: str) -> None:
+        assert stray in the_problem(name({**running(MOE), **outline(stray, 1)}, MOE)).message
 
     @pytest.mark.parametrize("value", [None, "many", -1, True, 1 << 60])
     def test_a_config_without_a_needed_size_is_a_problem(self, value: object) -> None:

@@ -1,8 +1,9 @@
-"""Buffers that some versions of a framework stored, though every version computes them anew."""
+"""Tensors of a state dict that are no parameters: those that every version computes anew, and a training's own."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from unshard.families.naming.draft import Draft
 
@@ -26,3 +27,16 @@ def drop_recomputed(draft: Draft, kept: frozenset[str] = frozenset()) -> None:
         draft.drop(name, "a buffer that every version of the model computes anew")
     if found:
         draft.note("buffers that the model computes anew were left out", tuple(found))
+
+
+def find_own(draft: Draft, parameters: Collection[str]) -> tuple[str, ...]:
+    """Names of tensors that cannot be parameters under wrong names, for none of these `parameters` ends as they do.
+
+    They are persistent buffers that the training code registered, scales of quantised weights, and the like.
+    """
+    endings = {_ending(name) for name in parameters}
+    return tuple([name for name in draft.tensors if _ending(name) not in endings])
+
+
+def _ending(name: str) -> str:
+    return name.rpartition(".")[2]

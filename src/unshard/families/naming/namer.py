@@ -8,7 +8,7 @@ from typing import Any
 from unshard.checkpoint import Checkpoint, Shape
 from unshard.errors import ModelError, UsageError
 from unshard.families.architecture import Architecture, class_name, read_architecture
-from unshard.families.naming.buffers import drop_recomputed
+from unshard.families.naming.buffers import drop_recomputed, find_own
 from unshard.families.naming.checks import check_vocabulary, compare
 from unshard.families.naming.draft import Draft
 from unshard.families.naming.heads import has_value_head, settle_head
@@ -123,9 +123,14 @@ class Namer:
         vocabulary = check_vocabulary(draft.tensors, expected, architecture.sizes.known("vocab_size"))
         if vocabulary is not None:
             draft.problems.append(vocabulary)
+        own = find_own(draft, self.known or ())
+        if own:
+            text = f"tensors that are no parameters of {architecture.name} are written as they are stored"
+            draft.note(text, own, level="warning")
         ways_out = dict(_WAYS_OUT)
         if "lm_head.weight" in expected and "lm_head.weight" not in draft.tensors:
             ways_out["missing"] = "if lm_head is the embedding, say so with --tie-word-embedding"
+        parameters = {name: value for name, value in draft.tensors.items() if name not in own}
         draft.problems += compare(
-            draft.tensors, expected, architecture.name, explained=rewritten.explained, ways_out=ways_out
+            parameters, expected, architecture.name, explained=rewritten.explained, ways_out=ways_out
         )
