@@ -170,7 +170,7 @@ class TestNothing:
         assert f"hint: ls {tmp_path}" in refusal(tmp_path / "no" / "where")
 
     def test_a_further_root_that_does_not_exist(self, run: Path, tmp_path: Path) -> None:
-        assert f"{tmp_path / 'gone'} does not exist" in refusal(run / "global_step_9", tmp_path / "gone")
+        assert f"{tmp_path / 'gone'}` does not exist" in refusal(run / "global_step_9", tmp_path / "gone")
 
 
 class TestBounds:

@@ -74,7 +74,7 @@ def list_idle(arguments: argparse.Namespace) -> list[str]:
         for name, (option, reason) in NOTHING_LEFT_TO_DO.items()
         if getattr(arguments, name, False)
     ]
-    if getattr(arguments, "private", False) and not arguments.hf_upload_path:
+    if getattr(arguments, "private", False) and arguments.hf_upload_path is None:
         sentences.append("`--private` has nothing to do: without `--hf_upload_path` nothing is uploaded")
     return sentences
 

@@ -41,12 +41,12 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     for sentence in compat.list_idle(arguments):
         printer.sink(Message("note", sentence))
     repository = arguments.hf_upload_path
-    if repository:
+    if repository is not None:
         hub.check_upload(repository)
     report = _merge(arguments, printer, source, output)
     verbose = arguments.verbose
     printer.result("report", report.to_json, lambda console: print_report(console, report, verbose=verbose))
-    if repository:
+    if repository is not None:
         address = hub.upload(output, repository, [path for path, _ in report.files], private=arguments.private)
         printer.sink(Message("note", f"uploaded to {address}"))
     return 0

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     source, output = compat.source_of(arguments), compat.find_target(arguments)
     for sentence in compat.list_idle(arguments):
         printer.sink(Message("note", sentence))
-    if arguments.hf_upload_path:
+    if arguments.hf_upload_path is not None:
         printer.sink(Message("note", "a plan uploads nothing: `--hf_upload_path` is for `merge`"))
     prepared = prepare(source, requests.merge_options(arguments))
     if arguments.save:

@@ -50,7 +50,8 @@ def explain(error: BaseException, command: str) -> UnshardError:
         return SystemRefusalError(f"{where}{error.strerror or error}")
     if isinstance(error, MemoryError):
         return SystemRefusalError("there is not enough memory", hint=f"{command} --memory 16MiB --jobs 1")
+    debug = command if " --debug" in command else f"{command} --debug"
     return BugError(
         f"this is a bug in unshard: {type(error).__name__}: {error}",
-        hint=f"report it together with what this prints: {command} --debug",
+        hint=f"report it together with what this prints: {debug}",
     )

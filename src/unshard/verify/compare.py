@@ -208,8 +208,7 @@ class _Figures:
 
         a, b = _widen(left), _widen(right)
         with np.errstate(all="ignore"):
-            difference = np.abs(a - b)
-            difference[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
+            difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
             limit = (self.tolerance.atol or 0.0) + (self.tolerance.rtol or 0.0) * np.abs(b)
             self.outside += int(np.count_nonzero(~(difference <= limit)))
             self.largest = max(self.largest, float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max()))
