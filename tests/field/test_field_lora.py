@@ -36,7 +36,8 @@ def write_adapted(directory: Path, weight: Array, a: Array, b: Array, **more: Ar
         **more,
     }
     write_ranks(directory, world(2), tensors, **TOY)
-    facts = {"r": a.shape[0], "lora_alpha": 2 * a.shape[0], "task_type": "CAUSAL_LM"}
+    rank = a.shape[0] or 4
+    facts = {"r": rank, "lora_alpha": 2 * rank, "task_type": "CAUSAL_LM"}
     write_json(directory / "lora_train_meta.json", facts)
     return directory
 
@@ -115,6 +116,13 @@ def test_half_an_adapter_is_never_dropped_silently(kind: str, tmp_path: Path) ->
     source = write_adapted(tmp_path / "actor", numbers(6, 4), numbers(2, 4), numbers(6, 2), **{layer: numbers(2, 2)})
     for options in ({}, {"fuse_lora": True}, {"adapter_only": True}):
         assert "other" in refuse(source, tmp_path / "out", **options).message
+
+
+def test_empty_adapter_is_never_written_as_one(tmp_path: Path) -> None:
+    """trl#4416, peft#2892: an adapter_model.safetensors of 40 bytes, all shapes `[0]`, since nothing was gathered."""
+    source = write_adapted(tmp_path / "actor", numbers(6, 4), numbers(0), numbers(0))
+    for options in ({}, {"fuse_lora": True}, {"adapter_only": True}):
+        assert "empty" in refuse(source, tmp_path / "out", **options).message
 
 
 def test_every_adapter_tensor_is_written(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_no_name_lies_in_two_files(tmp_path: Path) -> None:
 
 
 def test_index_is_always_there_and_tells_the_true_size(tmp_path: Path) -> None:
-    """torchtitan#2137, exo#1956: no index beside the shards; "333k params" for 7.6B, from a stale `total_size`."""
+    """torchtitan#2137, NeMo-RL#491, exo#1956: no index beside the shards, `.bin` only, "333k params" for 7.6B."""
     tensors = {f"layers.{number}.weight": numbers(70, 3, start=number) for number in range(9)}
     source = write_ranks(tmp_path / "actor", world(3), tensors)
     unshard.merge(source, tmp_path / "out", weights_only=True, max_shard_size=3000)
