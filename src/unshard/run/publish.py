@@ -26,6 +26,7 @@ from pathlib import Path
 from unshard.errors import OutputError
 from unshard.plan.moves import PlannedFile
 from unshard.run.occupants import MARKER, WITHDRAWN, Marker, survey, temporary_name
+from unshard.run.threads import hold_interrupts
 from unshard.run.writing import write_error
 
 _SIDE_FILE = 2
@@ -56,7 +57,8 @@ class Staging:
         """Make the directory ours: lock and marker first, then away with the leftovers of a killed run."""
         planned = tuple([file.path for file in self._files])
         self._make_directory(self.output)
-        self._lock = _lock_marker(self.output)
+        with hold_interrupts():
+            self._lock = _lock_marker(self.output)
         occupants = survey(self.output, planned)
         if not (self._overwrite or occupants.is_empty):
             raise OutputError(f"{self.output}: is not empty any more", hint="choose another directory")

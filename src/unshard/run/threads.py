@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
 from time import monotonic
 
@@ -11,6 +14,8 @@ from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
 
 _QUIET = 0.02
 """Seconds between two reports of progress."""
+_PATIENCE = 0.1
+"""Seconds after which a waiting thread looks whether it has missed something."""
 
 
 def run_threads(count: int, work: Callable[[], None], stop: Callable[[], None]) -> None:
@@ -20,28 +25,60 @@ def run_threads(count: int, work: Callable[[], None], stop: Callable[[], None]) 
     `stop` must make every `work` return soon.
     """
     errors: list[BaseException] = []
+    crew: list[_Hand] = []
+    ended: SimpleQueue[None] = SimpleQueue()
 
-    def guarded() -> None:
+    def guarded(hand: _Hand) -> None:
         try:
             work()
         except BaseException as error:
             errors.append(error)
             stop()
+        finally:
+            hand.is_done = True
+            ended.put(None)
 
-    threads = [Thread(target=guarded, name=f"unshard-{number}") for number in range(count)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with hold_interrupts():
+            for number in range(count):
+                hand = _Hand()
+                Thread(target=guarded, args=(hand,), name=f"unshard-{number}").start()
+                crew.append(hand)
+        _wait(crew, ended)
     except BaseException:
         stop()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        _wait(crew, ended)
         raise
     if errors:
         raise errors[0]
+
+
+@dataclass(slots=True)
+class _Hand:
+    """Whether a thread has returned."""
+
+    is_done: bool = False
+
+
+def _wait(crew: Sequence[_Hand], ended: SimpleQueue[None]) -> None:
+    """Wait until all are done, also after an earlier wait was interrupted.
+
+    `Thread.join` cannot do that: in CPython 3.11, once it was interrupted, it takes a thread that still runs for one that
+    has ended. The queue only wakes us; what counts are the flags.
+    """
+    while not all(hand.is_done for hand in crew):
+        with suppress(Empty):
+            ended.get(timeout=_PATIENCE)
+
+
+@contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the `with`: for steps that must not be left half-done, and are short."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Budget:
