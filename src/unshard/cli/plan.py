@@ -34,8 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
-    """Print the plan, then raise all reasons why it could not be run as it is."""
-    from unshard.errors import raise_all
+    """Print the plan, then warn of all reasons why a merge into OUT would be refused as things are now."""
     from unshard.merging import prepare
     from unshard.run.preflight import check_output
 
@@ -54,7 +53,8 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
         lambda console: _print(console, source, prepared, verbose=arguments.verbose),
     )
     if output is not None:
-        raise_all(check_output(prepared.plan, output, overwrite=arguments.overwrite))
+        for problem in check_output(prepared.plan, output, overwrite=arguments.overwrite):
+            printer.sink(Message("warning", f"a merge would be refused: {problem.message}"))
     return 0
 
 
