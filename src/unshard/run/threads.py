@@ -63,8 +63,8 @@ class _Hand:
 def _wait(crew: Sequence[_Hand], ended: SimpleQueue[None]) -> None:
     """Wait until all are done, also after an earlier wait was interrupted.
 
-    `Thread.join` cannot do that: in CPython 3.11, once it was interrupted, it takes a thread that still runs for one that
-    has ended. The queue only wakes us; what counts are the flags.
+    `Thread.join` cannot do that: in CPython 3.11, once interrupted, it takes a thread that still runs for one that has
+    ended. The queue only wakes us; what counts are the flags.
     """
     while not all(hand.is_done for hand in crew):
         with suppress(Empty):
