@@ -1,4 +1,4 @@
-"""`--json`: stdout holds nothing but JSON lines, every one of a known kind with the members that the reference tells."""
+"""`--json`: stdout holds nothing but JSON lines, each of a known kind with the members that the reference tells."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ def spell(command: str, *words: str) -> list[str]:
 
 def unique_prefixes(options: set[str]) -> list[tuple[str, str]]:
     """Every abbreviation that argparse takes for one of the options, with that option."""
-    found = []
-    for option in sorted(options):
-        for end in range(3, len(option) + 1):
-            if [other for other in options if other.startswith(option[:end])] == [option]:
-                found.append((option[:end], option))
-    return found
+    prefixes = [(option[:end], option) for option in sorted(options) for end in range(3, len(option) + 1)]
+    return [
+        (prefix, option)
+        for prefix, option in prefixes
+        if [other for other in options if other.startswith(prefix)] == [option]
+    ]
 
 
 @pytest.mark.parametrize("command", ["merge", "test"])

@@ -15,6 +15,7 @@ from rich_argparse import RawDescriptionRichHelpFormatter
 
 from unshard.errors import UsageError
 from unshard.options import CONTAINERS, DTYPES, VERIFY_MODES
+from unshard.report.console import make_console
 from unshard.report.printers import write_out
 
 EPILOG = """\
@@ -100,11 +101,15 @@ def braces(choices: Sequence[str]) -> str:
 
 
 class HelpFormatter(RawDescriptionRichHelpFormatter):
-    """rich's help, with group titles as they are written, and no markup in texts."""
+    """rich's help, with group titles as they are written, no markup in texts, and no styles where none are wanted."""
 
     group_name_formatter = str
     help_markup = False
     text_markup = False
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **options)
+        self.console = make_console(sys.stdout)
 
 
 class Parser(argparse.ArgumentParser):
