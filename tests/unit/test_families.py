@@ -42,6 +42,7 @@ VISION: dict[str, Any] = {
     "text_config": {key: value for key, value in QWEN2.items() if key not in ("model_type", "architectures")},
     "vision_config": {"depth": 1, "embed_dim": 4, "hidden_size": 8, "mlp_ratio": 2, "patch_size": 2},
 }
+TIED_VISION = {**VISION, "text_config": {**VISION["text_config"], "tie_word_embeddings": True}}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -466,10 +467,11 @@ class TestReference:
         assert "surplus" in missing.message
         assert "model.norm.weight: shape [8], expected [9]" in misshapen.message
 
-    def test_a_tied_head_is_written_where_the_reference_has_it(self) -> None:
-        reference = reference_of({**running(TIED), **outline(HEAD, 20, 8)})
-        for stored in (running(TIED), {**running(TIED), **outline(HEAD, 20, 8)}):
-            model = self.follow(stored, TIED, reference)
+    @pytest.mark.parametrize("config", [TIED, TIED_VISION], ids=["language", "vision"])
+    def test_a_tied_head_is_written_where_the_reference_has_it(self, config: dict[str, Any]) -> None:
+        reference = reference_of({**running(config), **outline(HEAD, 20, 8)})
+        for stored in (running(config), {**running(config), **outline(HEAD, 20, 8)}):
+            model = self.follow(stored, config, reference)
             assert not model.problems
             assert HEAD in model.tensors
             assert HEAD not in model.dropped

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unshard.checkpoint import Checkpoint
-from unshard.families.architecture import is_tied
 from unshard.families.naming.checks import compare
 from unshard.families.naming.draft import Draft
+from unshard.families.naming.ties import find_tied
 from unshard.families.rules import Rule, join
 from unshard.tensors import Tensor
 
@@ -34,19 +34,19 @@ def follow(draft: Draft, reference: Checkpoint, rules: Sequence[Rule], config: M
     changed = tuple([name for name, value in joined.tensors.items() if value.shape != shapes.get(name)])
     if changed:
         draft.note("tensors were named and packed as in the reference model", changed)
-    _repeat_tied_head(draft, expected, config)
+    _repeat_tied_heads(draft, expected, config)
     draft.problems += compare(draft.tensors, expected, f"the reference model {_place(reference)}", ways_out=_WAYS_OUT)
     draft.family = f"the reference model {_place(reference)}"
     draft.layout = {name: path for name, tensor in reference.tensors.items() if (path := _file_of(tensor))}
 
 
-def _repeat_tied_head(draft: Draft, wanted: Collection[str], config: Mapping[str, Any]) -> None:
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if head in wanted and head not in draft.tensors and embedding in draft.tensors and is_tied(config):
-        draft.tensors[head] = draft.tensors[embedding].rename(head)
-        draft.origins[head] = draft.origins[embedding]
-        draft.dropped = {name: why for name, why in draft.dropped.items() if not name.endswith(head)}
-        draft.note(f"{head} repeats {embedding}, as the reference model has it", (head,))
+def _repeat_tied_heads(draft: Draft, wanted: Collection[str], config: Mapping[str, Any]) -> None:
+    for head, embedding in find_tied(draft.tensors, config).items():
+        if head in wanted:
+            draft.tensors[head] = draft.tensors[embedding].rename(head)
+            draft.origins[head] = draft.origins[embedding]
+            draft.dropped = {name: why for name, why in draft.dropped.items() if not name.endswith(head)}
+            draft.note(f"{head} repeats {embedding}, as the reference model has it", (head,))
 
 
 def _place(reference: Checkpoint) -> str:
