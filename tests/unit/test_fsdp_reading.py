@@ -253,7 +253,9 @@ class TestMixedUpFiles:
     def test_the_json_contradicts_the_names(self, copy: Copy) -> None:
         path = copy("fsdp2_w4")
         (path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 8}')
-        assert "the file names say 4, fsdp_config.json says 8" in messages(read(path))
+        text = messages(read(path))
+        assert "the file names say 4, fsdp_config.json says 8" in text
+        assert "hint: fsdp_config.json alone differs" in text
 
     def test_the_mesh_contradicts_the_names(self, copy: Copy) -> None:
         path = copy("fsdp2_w4")
@@ -263,6 +265,17 @@ class TestMixedUpFiles:
         for rank in (2, 3):
             rank_file(path, rank, 4).unlink()
         assert "the file names say 2, the tensors say 4" in messages(read(path))
+
+    def test_names_of_a_larger_world_than_the_mesh_has(self, copy: Copy) -> None:
+        """Nothing is missing then, and no rank stands in for another."""
+        path = copy("fsdp2_w4")
+        (path / "fsdp_config.json").unlink()
+        for rank in range(4):
+            rank_file(path, rank, 4).rename(rank_file(path, rank, 5))
+        checkpoint = read(path)
+        assert "the file names say 5, the tensors say 4" in messages(checkpoint)
+        assert "missing" not in messages(checkpoint)
+        assert not any("replicas" in note.text for note in checkpoint.notes)
 
     def test_a_rank_beyond_the_world(self, copy: Copy) -> None:
         path = copy("fsdp2_w4")
@@ -291,7 +304,9 @@ class TestDamage:
     def test_malformed_side_files_are_not_taken_for_absent_ones(self, name: str, copy: Copy) -> None:
         path = copy("lora")
         (path / name).write_text("{")
-        assert Path(name).name in messages(read(path))
+        text = messages(read(path))
+        assert Path(name).name in text
+        assert ("delete it" in text) == (name == "fsdp_config.json")
 
     def test_no_config_at_all(self, copy: Copy) -> None:
         path = copy("fsdp2_w4")

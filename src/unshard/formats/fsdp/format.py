@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.checkpoint import Checkpoint
-from unshard.errors import UnshardError
+from unshard.errors import FormatError, UnshardError
 from unshard.formats.contract import Source
 from unshard.formats.fsdp.layouts import find_rank_files, group_of
 from unshard.formats.fsdp.ranks import collect_ranks
@@ -37,5 +37,6 @@ class Fsdp:
         places = [directory / "fsdp_config.json" for directory in source.roots.values()]
         stated = read_first_json(places, problems) or {}
         found = collect_ranks(source, stated_world(stated))
-        found.problems += problems
+        hint = "mend the file, or delete it, for it is not needed"
+        found.problems += [FormatError(problem.message, hint=hint) for problem in problems]
         return read_ranks(source, found, stated, self.name)

@@ -96,20 +96,23 @@ class _Reading:
         claims = {"the file names say": named, "fsdp_config.json says": stated}
         told = {words: world for words, world in claims.items() if world}
         world = named or stated or max(self.recorded_world, max(found.ranks, default=-1) + 1)
-        if self.recorded_world > world:
+        missing = sorted(set(range(min(world, _MAX_RANKS))) - set(found.ranks))
+        if self.recorded_world > world or (missing and 0 < self.recorded_world < world):
             told["the tensors say"] = self.recorded_world
-        if len(set(told.values())) > 1:
+        if contradicted := len(set(told.values())) > 1:
+            seen = {named, self.recorded_world} - {None, 0}
             self.problems.append(
                 IncompleteError(
                     "how many ranks are there? " + ", ".join([f"{words} {size}" for words, size in told.items()]),
-                    hint="files of different runs are mixed, or were renamed; bring together the files of one run",
+                    hint="fsdp_config.json alone differs: correct it, or delete it, for it is not needed"
+                    if len(seen) == 1 and stated not in (None, *seen)
+                    else "files of different runs are mixed, or were renamed; bring together the files of one run",
                 )
             )
         beyond = [rank for rank in found.ranks if rank >= world]
         if beyond:
             self.problems.append(IncompleteError(f"{ranks_in_words(beyond)} cannot be in a world of {world} ranks"))
-        missing = sorted(set(range(min(world, _MAX_RANKS))) - set(found.ranks))
-        if missing:
+        if missing and not (contradicted and self.gatherer.entries and not self.gatherer.incomplete()):
             self._report_missing(missing, world)
         return world
 
