@@ -36,7 +36,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(VENV)/.package
+bench: $(VENV)/.package $(VENV)/.torch
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -15,7 +15,7 @@ def _available_cores() -> int:
 class Settings:
     """How a plan is run. Nothing here changes a byte of the output.
 
-    jobs:   worker threads; one output file is written by one of them at a time, tiles are computed by all.
+    jobs:   worker threads. They spread over the output files first, then share those that are left.
     memory: bytes that all buffers together may take. A single task larger than that is still admitted, alone.
     buffer: bytes of one tile buffer. About the size of a core's second-level cache; larger is slower.
     """

@@ -16,15 +16,13 @@ returns:    the band, of shape `(rows, *shape[1:])`, in float32 or float64. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unshard.run.bands import split_evenly
-from unshard.run.casting import cast_into, raw_dtype
-from unshard.tensors import Computed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,11 +65,6 @@ def register(name: str, *, footprint: int = DEFAULT_FOOTPRINT) -> Callable[[Func
     return bind
 
 
-def registered() -> Iterable[str]:
-    """The names that a plan may use."""
-    return _FUNCTIONS.keys()
-
-
 def footprint(name: str) -> int:
     """Bytes of memory per output element that the function takes at its peak. Raises LookupError, as `apply`."""
     return _find(name).footprint
@@ -95,22 +88,6 @@ def split_rows(name: str, shape: Sequence[int], banded: Sequence[int | None]) ->
         yield 0, shape[0] if shape else 1
         return
     yield from split_evenly(shape[0], BAND // max(1, prod(shape[1:]) * footprint(name)))
-
-
-def compute_whole(computed: Computed, inputs: Sequence[Array]) -> Array:
-    """A computed tensor from its whole inputs, in its dtype and shape, with the bits that the engine would write."""
-    import numpy as np
-
-    out = np.empty(computed.shape, raw_dtype(computed.dtype))
-    for start, stop in split_rows(computed.function, computed.shape, computed.banded):
-        cut = [
-            value if axis is None else np.ascontiguousarray(value[(slice(None),) * axis + (slice(start, stop),)])
-            for value, axis in zip(inputs, computed.banded, strict=True)
-        ]
-        result = apply(computed.function, cut, computed.parameters)
-        part = out[start:stop] if computed.shape else out
-        cast_into(part.view(computed.dtype.numpy), result, computed.dtype)
-    return out.view(computed.dtype.numpy)
 
 
 def _find(name: str) -> Registered:

@@ -9,7 +9,7 @@ from pathlib import Path
 from unshard.errors import OutputError, UnshardError
 from unshard.files import OpenFiles
 from unshard.plan.moves import Compute, Copy, Plan, PlannedFile, Tile
-from unshard.report.words import bytes_in_words
+from unshard.words import bytes_in_words
 from unshard.run.occupants import MARKER, Occupants, survey
 from unshard.tensors import SourceFile
 

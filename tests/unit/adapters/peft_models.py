@@ -16,7 +16,7 @@ from unshard import dtypes
 from unshard.checkpoint import Checkpoint
 from unshard.dtypes import DType
 from unshard.model import Adapter
-from unshard.run.functions import compute_whole
+from unshard.run.functions import apply
 from unshard.tensors import Box, Chunk, Tensor, Value
 
 _BY_TORCH_NAME: dict[str, DType] = {
@@ -139,7 +139,8 @@ def evaluate(value: Value, disk: Disk) -> Array:
     """A tensor's elements, assembled or computed."""
     if isinstance(value, Tensor):
         return disk.assemble(value)
-    return np.asarray(compute_whole(value, [disk.assemble(tensor) for tensor in value.inputs]))
+    inputs = [disk.assemble(tensor) for tensor in value.inputs]
+    return apply(value.function, inputs, value.parameters).astype(value.dtype.numpy)
 
 
 def write(adapter: Adapter, disk: Disk, directory: Path) -> Path:
