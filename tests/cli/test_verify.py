@@ -268,6 +268,16 @@ class TestFigures:
         left = np.float32([1, np.nan])
         assert self.figures(tmp_path, left, left.copy())["identical"] is True
 
+    @pytest.mark.parametrize("option", ["--atol", "--rtol"])
+    def test_infinities_and_nan_are_near_to_themselves_alone(self, option: str, tmp_path: Path) -> None:
+        left = np.float32([1, np.inf, -np.inf, np.nan, 5])
+        right = left + np.float32([0, 0, 0, 0, 0.001])
+        assert self.figures(tmp_path, left, right, option, "0.1")["failure"] is None
+        for value in (np.inf, -np.inf, np.nan):
+            right = np.float32([1, np.inf, -np.inf, np.nan, value])
+            found = self.figures(tmp_path, left, right, option, "0.1")
+            assert found["failure"] == "1 element beyond the tolerance"
+
     def test_zero_has_a_sign(self, tmp_path: Path) -> None:
         left, right = np.float32([0.0, 1]), np.float32([-0.0, 1])
         assert self.figures(tmp_path, left, right)["failure"] == "bytes differ"
@@ -281,6 +291,10 @@ class TestFigures:
     def test_empty_tensors_and_scalars(self, tmp_path: Path) -> None:
         assert self.figures(tmp_path, np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32))["identical"]
         assert self.figures(tmp_path, np.array(1, np.float32), np.array(2, np.float32))["max_difference"] == 1
+
+    def test_complex_numbers(self, tmp_path: Path) -> None:
+        found = self.figures(tmp_path, np.complex64([1 + 2j, 3]), np.complex64([1 + 2j, 3 - 4j]), "--atol", "5")
+        assert (found["max_difference"], found["failure"]) == (4, None)
 
     def test_large_tensors_are_compared_in_bands(self, tmp_path: Path) -> None:
         left = np.random.default_rng(0).standard_normal((3000, 300)).astype(np.float32)

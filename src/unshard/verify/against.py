@@ -9,10 +9,10 @@ from pathlib import Path
 from unshard.checkpoint import Note
 from unshard.options import MergeOptions
 from unshard.report.events import Sink
-from unshard.report.words import bytes_in_words
 from unshard.verify.compare import Comparison, Tolerance, compare
 from unshard.verify.sentences import Findings
 from unshard.verify.sides import Side, is_adapter, is_model, make_side, open_place
+from unshard.words import bytes_in_words
 
 
 @dataclass(frozen=True, slots=True)

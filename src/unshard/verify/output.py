@@ -10,12 +10,12 @@ from unshard.errors import UnshardError, VerificationError, raise_all
 from unshard.options import MergeOptions
 from unshard.report.events import Sink
 from unshard.report.report import Verification
-from unshard.report.words import bytes_in_words
 from unshard.target import Target, TargetFile
 from unshard.tensors import Computed, SourceFile, Tensor, Value, contiguous_chunk
 from unshard.verify.contents import Pair, check_contents
 from unshard.verify.sentences import Findings
 from unshard.verify.structure import OUTPUT_ROOT, check_files, read_weights
+from unshard.words import bytes_in_words
 
 
 def verify_output(target: Target, output: Path, family: str | None, options: MergeOptions, sink: Sink) -> Verification:
