@@ -315,6 +315,8 @@ class TestTies:
         problem = the_problem(name(running(TIED), QWEN2))
         assert HEAD in problem.message
         assert "--tie-word-embedding" in str(problem.hint)
+        foreign = name({key.upper(): value for key, value in running(TIED).items()}, QWEN2).problems
+        assert not any("--tie-word-embedding" in str(problem.hint) for problem in foreign)
         model = name(running(TIED), QWEN2, tie_embeddings=True)
         assert not model.problems
         assert model.config_changes == {"tie_word_embeddings": True}

@@ -128,7 +128,7 @@ class Namer:
             text = f"tensors that are no parameters of {architecture.name} are written as they are stored"
             draft.note(text, own, level="warning")
         ways_out = dict(_WAYS_OUT)
-        if "lm_head.weight" in expected and "lm_head.weight" not in draft.tensors:
+        if expected.keys() - draft.tensors.keys() == {"lm_head.weight"}:
             ways_out["missing"] = "if lm_head is the embedding, say so with --tie-word-embedding"
         parameters = {name: value for name, value in draft.tensors.items() if name not in own}
         draft.problems += compare(
