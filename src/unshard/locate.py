@@ -15,10 +15,10 @@ from unshard.errors import NotACheckpointError, UnshardError, command_line
 from unshard.foreign import name_foreign
 from unshard.formats import FORMATS
 from unshard.formats.contract import Format
+from unshard.words import items_in_lines, items_in_words
 
 _MAX_DEPTH = 4
 _MAX_DIRECTORIES = 4096
-_MAX_LISTED = 20
 _NEVER_ENTERED = re.compile(
     r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optimizer(_\d+)?|lora_adapter|rollout.*"
 )
@@ -188,11 +188,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _several(start: Path, candidates: Sequence[tuple[Format, Path]]) -> UnshardError:
-    lines = [f"  {place}: {found.detect(place)}" for found, place in candidates[:_MAX_LISTED]]
-    if len(candidates) > _MAX_LISTED:
-        lines.append(f"  … and {len(candidates) - _MAX_LISTED} more")
+    found = items_in_lines([f"{place}: {kind.detect(place)}" for kind, place in candidates])
     return NotACheckpointError(
-        f"{len(candidates)} checkpoints lie below {start}:\n" + "\n".join(lines),
+        f"{len(candidates)} checkpoints lie below {start}:\n{found}",
         hint="name the one that is meant: " + command_line("unshard", "inspect", candidates[-1][1]),
     )
 
@@ -204,12 +202,11 @@ def _nothing(path: Path, walk: _Walk) -> UnshardError:
     if above is not None:
         hint = "a checkpoint lies above: " + command_line("unshard", "inspect", above)
     if walk.foreign:
-        lines = [f"  {place}: {what}" for place, what in walk.foreign[:_MAX_LISTED]]
-        message = f"{path}: no checkpoint that can be read, but\n" + "\n".join(lines)
-        return NotACheckpointError(message, hint=hint)
+        found = items_in_lines([f"{place}: {what}" for place, what in walk.foreign])
+        return NotACheckpointError(f"{path}: no checkpoint that can be read, but\n{found}", hint=hint)
     limit = f" in its first {_MAX_DIRECTORIES} directories" if walk.cut_short else ""
     files = sorted([entry.name for entry in islice(path.iterdir(), _MAX_DIRECTORIES)], key=_natural)
-    there = ", ".join(files[:8]) + (f" and {len(files) - 8} more" if len(files) > 8 else "") if files else "nothing"
+    there = items_in_words(files) or "nothing"
     return NotACheckpointError(f"{path}: no checkpoint was found{limit}; in it lies {there}", hint=hint)
 
 

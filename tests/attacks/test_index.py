@@ -115,7 +115,7 @@ def test_all_that_is_wrong_is_told_at_once(sharded: Path) -> None:
 def test_names_cannot_command_the_terminal(sharded: Path) -> None:
     rewrite(sharded, {"\x1b[2J": FIRST, "n" * 10_000: FIRST})
     found = messages(read(sharded))
-    assert r"'\x1b[2J'" in found
+    assert r"\x1b[2J" in found
     assert found.replace("\n", "").isprintable()
     assert len(found) < 2000
 

@@ -11,7 +11,7 @@ import pytest
 
 from unshard.dtypes import BF16, F32, DType
 from unshard.errors import IncompleteError
-from unshard.plan.coverage import describe_box, describe_ranks, primary_chunks, prove_coverage
+from unshard.plan.coverage import describe_box, primary_chunks, prove_coverage
 from unshard.plan.partition import find_faults
 from unshard.plan.replicas import replica_claims
 from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor, row_major_strides
@@ -117,10 +117,6 @@ def test_boxes_are_told_in_the_public_shape_where_they_are_boxes_there() -> None
     assert describe_box(grouped, Box((1, 0, 0, 0), (2, 2, 3, 5))) == "[6:18, 0:5]"
     assert describe_box(grouped, Box((1, 1, 1, 2), (1, 1, 2, 1))) == "[10:12, 2:3]"
     assert describe_box(grouped, Box((1, 1, 0, 0), (2, 1, 3, 5))) == "[1:3, 1:2, 0:3, 0:5] of the grid [4, 2, 3, 5]"
-
-
-def test_ranks_are_told_as_ranges() -> None:
-    assert describe_ranks([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def test_primary_chunks_are_of_the_lowest_rank_or_of_the_file_before() -> None:

@@ -12,6 +12,7 @@ from unshard.adapters.patterns import ends_of, is_end, last_component, patterns_
 from unshard.adapters.recorded import Recorded
 from unshard.checkpoint import Note
 from unshard.errors import ModelError, UnshardError
+from unshard.words import shorten
 
 DEFAULTS: Mapping[str, Any] = {
     "alpha_pattern": {},
@@ -82,7 +83,7 @@ class Completion:
     def correct(self, key: str, value: object, why: str) -> None:
         """Replace what was recorded, and say so; what was not recorded is filled in silently."""
         if key in self.config and self.config[key] != value:
-            text = f"adapter_config.json: {key} corrected from {_short(self.config[key])} to {_short(value)}: {why}"
+            text = f"adapter_config.json: {key} corrected from {_shown(self.config[key])} to {_shown(value)}: {why}"
             self.notes.append(Note(text, level="warning"))
         self.config[key] = value
 
@@ -258,6 +259,5 @@ def _saved(config: Mapping[str, Any]) -> list[str]:
     return list(config.get("modules_to_save") or [])
 
 
-def _short(value: object, limit: int = 80) -> str:
-    text = str(value)
-    return text if len(text) <= limit else text[:limit] + "…"
+def _shown(value: object) -> str:
+    return shorten(str(value), 80)

@@ -16,6 +16,7 @@ from unshard.checkpoint import Note
 from unshard.errors import IncompleteError, ModelError, UnshardError, UsageError
 from unshard.model import Adapter
 from unshard.tensors import Computed, Tensor, Value, concat
+from unshard.words import items_in_lines
 
 UNFUSABLE = {
     "alora_invocation_tokens": "aLoRA (acts on some tokens only)",
@@ -171,12 +172,12 @@ class _Fusion:
             self.problems.append(
                 IncompleteError(
                     f"the adapter adapts {len(self.missing)} tensors that the base model does not have:\n"
-                    + "\n".join(f"  `{name}`" for name in sorted(self.missing)),
+                    + items_in_lines([f"`{name}`" for name in sorted(self.missing)]),
                     hint="leave `--fuse-lora` out to write the adapter beside the base model",
                 )
             )
         if self.misshapen:
-            lines = "\n".join(f"  {line}" for line in self.misshapen)
+            lines = items_in_lines(self.misshapen)
             self.problems.append(ModelError(f"the adapter does not fit the base model:\n{lines}"))
 
     def _notes(self) -> tuple[Note, ...]:

@@ -13,6 +13,7 @@ from unshard.adapters.names import PREFIX
 from unshard.adapters.patterns import is_end, last_component
 from unshard.errors import IncompleteError, ModelError, UnshardError
 from unshard.tensors import Tensor
+from unshard.words import items_in_lines
 
 _MAX_WAYS = 1000
 _WRAPPER = ".base_layer"
@@ -139,14 +140,16 @@ def _complete(drafts: Mapping[str, _Draft]) -> tuple[list[Layer], list[UnshardEr
         problems.append(
             IncompleteError(
                 "the adapter is empty: its tensors hold no elements, as ZeRO-3 leaves them behind when parameters"
-                f" are not gathered before saving:\n{_list(empty)}",
+                f" are not gathered before saving:\n{items_in_lines(empty)}",
                 hint="merge the training checkpoint itself (its shards hold the values), not the adapter saved from it",
             )
         )
     if halves:
-        problems.append(IncompleteError(f"a LoRA layer needs lora_A and lora_B:\n{_list(halves)}"))
+        problems.append(IncompleteError(f"a LoRA layer needs lora_A and lora_B:\n{items_in_lines(halves)}"))
     if odd:
-        problems.append(ModelError(f"the ranks of lora_A [r, in] and lora_B [out, r] must agree:\n{_list(odd)}"))
+        problems.append(
+            ModelError(f"the ranks of lora_A [r, in] and lora_B [out, r] must agree:\n{items_in_lines(odd)}")
+        )
     return layers, problems
 
 
@@ -259,8 +262,3 @@ def _layout(layer: Layer) -> Layout | None:
 
 def _strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []
-
-
-def _list(lines: Sequence[str], limit: int = 10) -> str:
-    shown = [f"  {line}" for line in lines[:limit]]
-    return "\n".join(shown + ([f"  … and {len(lines) - limit} more"] if len(lines) > limit else []))

@@ -17,6 +17,7 @@ from unshard.errors import ModelError, UnshardError
 from unshard.model import Adapter
 from unshard.options import MergeOptions
 from unshard.tensors import Tensor
+from unshard.words import names_in_words
 
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """The modules whose base weights PEFT saves beside an adapter of theirs (huggingface/peft, `EMBEDDING_LAYER_NAMES`)."""
@@ -94,11 +95,11 @@ def _sort(tensors: Mapping[str, Tensor]) -> _Sorted:
     foreign = names.foreign_methods(tensors)
     if foreign:
         methods = ", ".join(sorted(set(foreign.values())))
-        examples = ", ".join(f"`{name}`" for name in list(foreign)[:3])
+        examples = names_in_words(list(foreign))
         sorted_.problems.append(
             ModelError(
                 f"the checkpoint holds an adapter of a kind that is not supported: {methods}"
-                f" ({len(foreign)} tensors, such as {examples}); only LoRA is",
+                f" ({len(foreign)} tensors: {examples}); only LoRA is",
                 hint="load the checkpoint in the framework that trained it, and merge the adapter with PEFT",
             )
         )

@@ -21,6 +21,7 @@ from unshard.dtypes import BY_NAME, DType
 from unshard.errors import FormatError, ModelError, OutputError
 from unshard.formats.json_text import JsonText, is_unicode
 from unshard.tensors import SourceFile, Tensor, contiguous_chunk
+from unshard.words import shorten
 
 MAX_HEADER_SIZE = 100_000_000
 """Bytes; the library's own limit."""
@@ -164,7 +165,7 @@ def _parse_entry(name: str, entry: Any) -> _Entry:
 
 
 def _shown(name: str) -> str:
-    return repr(name if len(name) <= 200 else name[:200] + "…")
+    return repr(shorten(name, 200))
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:

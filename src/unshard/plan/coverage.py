@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from unshard.errors import IncompleteError, UnshardError
 from unshard.plan.partition import find_faults
 from unshard.tensors import Box, Chunk, Tensor
+from unshard.words import items_in_words, ranks_in_words
 
 _LISTED = 3
 """How many holes, overlaps or pieces one message names."""
@@ -106,9 +107,9 @@ def _title(tensor: Tensor) -> str:
 
 
 def _outside(tensor: Tensor, chunks: Sequence[Chunk]) -> IncompleteError:
-    found = [f"{describe_source(chunk)} has {chunk.box}" for chunk in chunks[:_LISTED]]
+    found = [f"{describe_source(chunk)} has {chunk.box}" for chunk in chunks]
     return IncompleteError(
-        f"{_title(tensor)}: pieces lie outside the shape{_on_grid(tensor)}: {_listed(found, len(chunks))}",
+        f"{_title(tensor)}: pieces lie outside the shape{_on_grid(tensor)}: {items_in_words(found, _LISTED)}",
         hint="the ranks disagree on the shape; are all files of one checkpoint? unshard inspect DIR",
     )
 
@@ -134,7 +135,7 @@ def _unequal_dtypes(tensor: Tensor) -> list[UnshardError]:
 
 def _overlaps(tensor: Tensor, pairs: Sequence[tuple[Chunk, Chunk]]) -> IncompleteError:
     found = []
-    for left, right in pairs[:_LISTED]:
+    for left, right in pairs:
         common = left.box.intersect(right.box)
         where = describe_box(tensor, common) if common else "nothing"
         found.append(
@@ -142,7 +143,7 @@ def _overlaps(tensor: Tensor, pairs: Sequence[tuple[Chunk, Chunk]]) -> Incomplet
             f" and in {describe_box(tensor, right.box)} of {describe_source(right)}"
         )
     return IncompleteError(
-        f"{_title(tensor)}: pieces overlap: {_listed(found, len(pairs))}",
+        f"{_title(tensor)}: pieces overlap: {items_in_words(found, _LISTED)}",
         hint="files of different checkpoints or world sizes may be mixed: unshard inspect DIR",
     )
 
@@ -165,20 +166,5 @@ def _sources(chunks: Sequence[Chunk]) -> str:
         return "there are no pieces of it at all"
     files = list(dict.fromkeys([str(chunk.extent.file) for chunk in chunks]))
     ranks = sorted({chunk.rank for chunk in chunks if chunk.rank is not None})
-    of = f"ranks {describe_ranks(ranks)} in " if ranks else ""
-    return f"pieces found: {of}{_listed(files[:_LISTED], len(files))}"
-
-
-def describe_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in ascending order as ranges: "0-3, 6"."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ", ".join([str(low) if low == high else f"{low}-{high}" for low, high in ranges])
-
-
-def _listed(found: Sequence[str], count: int) -> str:
-    return ", ".join(found) + (f", and {count - len(found)} more" if count > len(found) else "")
+    of = f"{ranks_in_words(ranks)} in " if ranks else ""
+    return f"pieces found: {of}{items_in_words(files, _LISTED)}"

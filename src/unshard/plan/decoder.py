@@ -15,6 +15,7 @@ from unshard.errors import FormatError
 from unshard.plan.moves import Compute, Copy, Literal, Move, Operand, PlannedFile, Tile
 from unshard.target import Claim, Seal
 from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor
+from unshard.words import shorten
 
 Decoded = TypeVar("Decoded")
 
@@ -214,5 +215,4 @@ def dtype_of(value: object, where: str) -> DType:
 
 
 def _unexpected(value: object, where: str, expected: str) -> FormatError:
-    found = repr(value)
-    return FormatError(f"in the plan, {where} is {found if len(found) <= 80 else found[:77] + '...'}, not {expected}")
+    return FormatError(f"in the plan, {where} is {shorten(repr(value), 80)}, not {expected}")

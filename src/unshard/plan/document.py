@@ -11,14 +11,12 @@ from unshard.plan.decoder import Decoder, decode_source, fields, list_of, object
 from unshard.plan.moves import Copy, Literal, Move, Plan, PlannedFile, Tile
 from unshard.plan.proof import plan_faults
 from unshard.tensors import Chunk, SourceFile, Tensor
+from unshard.words import items_in_lines
 
 FORMAT = "unshard-plan"
 
 VERSION = 1
 """Grows when an old reader would misread a new document."""
-
-_LISTED = 20
-"""How many faults one message names."""
 
 
 # -- to JSON -----------------------------------------------------------------------------------------------------------
@@ -147,6 +145,5 @@ def from_json(document: object) -> Plan:
     plan = Plan(roots, files, claims)
     faults = plan_faults(plan)
     if faults:
-        more = f"\nand {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
-        raise FormatError("the plan is not sound:\n" + "\n".join(faults[:_LISTED]) + more)
+        raise FormatError(f"the plan is not sound:\n{items_in_lines(faults)}")
     return plan

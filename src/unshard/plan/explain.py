@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from unshard.plan.moves import Compute, Copy, Literal, Move, Plan, PlannedFile, Tile
-from unshard.report.words import bytes_in_words, count_in_words
 from unshard.target import Target, TargetFile
+from unshard.words import bytes_in_words, count_in_words
 
 _KINDS = {Literal: "literal", Copy: "copy", Tile: "tile", Compute: "compute"}
 _PLURALS = {"copy": "copies"}

@@ -11,7 +11,7 @@ from unshard.report.console import print_facts, print_line, print_table, print_t
 from unshard.report.printers import problem_to_json
 from unshard.report.render import print_notes
 from unshard.report.report import note_to_json
-from unshard.report.words import bytes_in_words, count_in_words, names_in_words
+from unshard.words import bytes_in_words, count_in_words, names_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
-from unshard.report.words import one_line, printable
+from unshard.words import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

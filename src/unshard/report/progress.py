@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from unshard.report.words import bytes_in_words, seconds_in_words
+from unshard.words import bytes_in_words, seconds_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

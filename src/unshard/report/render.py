@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from unshard.checkpoint import Note
 from unshard.report.console import print_facts, print_line, print_table, print_title
 from unshard.report.report import Report
-from unshard.report.words import bytes_in_words, count_in_words, names_in_words, one_line, seconds_in_words
+from unshard.words import bytes_in_words, count_in_words, names_in_words, one_line, seconds_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

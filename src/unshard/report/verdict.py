@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from unshard.report.console import print_facts, print_line, print_table, print_title
 from unshard.report.render import model_in_words, print_findings, print_notes
 from unshard.report.report import note_to_json
-from unshard.report.words import bytes_in_words, count_in_words, names_in_words
 from unshard.verify.against import Verdict
 from unshard.verify.compare import Comparison, TensorComparison
+from unshard.words import bytes_in_words, count_in_words, names_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,13 +9,13 @@ from pathlib import Path
 from unshard.errors import OutputError, UnshardError
 from unshard.files import OpenFiles
 from unshard.plan.moves import Compute, Copy, Plan, PlannedFile, Tile
-from unshard.words import bytes_in_words
+from unshard.plan.proof import is_inside
 from unshard.run.occupants import MARKER, Occupants, survey
 from unshard.tensors import SourceFile
+from unshard.words import bytes_in_words, items_in_words
 
 _LONGEST_NAME = 255
 """Bytes of a file name, on nearly every filesystem."""
-_SHOWN = 5
 
 
 def check_output(plan: Plan, output: Path, *, overwrite: bool) -> list[UnshardError]:
@@ -42,7 +42,7 @@ def _check_names(paths: list[str]) -> Iterator[UnshardError]:
     seen: set[str] = set()
     for path in paths:
         parts = path.split("/")
-        if any(part in ("", ".", "..") for part in parts) or "\\" in path or "\0" in path:
+        if not is_inside(path):
             yield OutputError(f"`{path}` is no name for a file inside the output directory")
         elif any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
             yield OutputError(f"`{path}`: names of files may have {_LONGEST_NAME} bytes")
@@ -65,7 +65,7 @@ def _check_occupants(output: Path, occupants: Occupants, *, overwrite: bool) -> 
     if occupants.is_empty or overwrite:
         return
     names = [*occupants.model, *occupants.foreign]
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    shown = items_in_words(names, 5)
     hint = "choose another directory, or replace the model in this one with --overwrite"
     yield OutputError(f"{output}: is not empty: it holds {shown}", hint=hint)
 

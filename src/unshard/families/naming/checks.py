@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from unshard.checkpoint import Shape
 from unshard.errors import ModelError
-from unshard.families.naming.lists import count_tensors, nearest, outline, summarize
+from unshard.families.naming.lists import nearest, outline, summarize
 from unshard.tensors import Value
+from unshard.words import count_in_words
 
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
@@ -31,10 +32,10 @@ def compare(
     if unknown:
         outlines = {outline(name): name for name in missing}
         lines = [_with_count(line, count, nearest(line, outlines)) for line, count in summarize(unknown).items()]
-        yield _error(f"{count_tensors(len(unknown))} unknown to {against}", lines, ways_out["unknown"])
+        yield _error(f"{count_in_words(len(unknown), 'tensor')} unknown to {against}", lines, ways_out["unknown"])
     if missing:
         lines = [_with_count(line, count) for line, count in summarize(missing).items()]
-        yield _error(f"{count_tensors(len(missing))} of {against} missing", lines, ways_out["missing"])
+        yield _error(f"{count_in_words(len(missing), 'tensor')} of {against} missing", lines, ways_out["missing"])
     yield from _misshapen(tensors, expected, against, ways_out["misshapen"])
 
 
@@ -53,7 +54,7 @@ def _misshapen(
         for line, count in summarize(names).items()
     ]
     total = sum([len(names) for names in wrong.values()])
-    yield _error(f"{count_tensors(total)} with other shapes than {against} has", lines, hint)
+    yield _error(f"{count_in_words(total, 'tensor')} with other shapes than {against} has", lines, hint)
 
 
 def check_vocabulary(
@@ -82,7 +83,7 @@ def check_vocabulary(
 
 
 def _with_count(line: str, count: int, guess: str | None = None) -> str:
-    text = line if count == 1 else f"{line} ({count_tensors(count)})"
+    text = line if count == 1 else f"{line} ({count_in_words(count, 'tensor')})"
     return f"{text}, close to {guess}" if guess else text
 
 

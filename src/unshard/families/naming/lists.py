@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from math import prod
 
+from unshard.words import ranges_in_words
+
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _NUMBER_OR_RANGE = re.compile(r"(?<![^.])(?:[0-9]+|\[[0-9,-]+\])(?![^.])")
 
@@ -31,11 +33,6 @@ def summarize(names: Iterable[str]) -> dict[str, int]:
     return lines
 
 
-def count_tensors(number: int) -> str:
-    """A number of tensors in words."""
-    return "1 tensor" if number == 1 else f"{number} tensors"
-
-
 def outline(name: str) -> str:
     """A name, or a line of `summarize`, with each number or range replaced by `#`."""
     return _NUMBER_OR_RANGE.sub("#", name)
@@ -48,12 +45,6 @@ def nearest(name: str, outlines: Mapping[str, str]) -> str | None:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as `[0-3,5]`; a single one as it is."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join([str(low) if low == high else f"{low}-{high}" for low, high in runs])
+    """Numbers as `[0-3,5]`; a single one as it is."""
+    text = ranges_in_words(numbers, ",")
     return text if len(numbers) == 1 else f"[{text}]"

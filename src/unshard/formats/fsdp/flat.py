@@ -18,11 +18,12 @@ from unshard.checkpoint import Shape
 from unshard.errors import IncompleteError, ModelError, UnshardError
 from unshard.formats.torch_file.records import Opaque, StoredTensor, WrapperSubclass
 from unshard.tensors import Chunk, Tensor
+from unshard.words import items_in_words
+from unshard.wrappers import strip_components
 
 FindOrder: TypeAlias = Callable[[Tensor, Sequence[str]], "list[str] | None"]
 
 FLAT_PARAM = "_flat_param"
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _ALIGNMENTS = (4, 8, 2, 16, 1)
 """Elements in 16 bytes of the compute dtype: fp32, 16-bit types, fp64, 8-bit types; 1: no alignment."""
 
@@ -92,11 +93,11 @@ def unflatten(
     flat parameter and its members, or None; it is asked where no fragments tell. `taken` are tensors that lie in the
     state dict as they are (parameters that FSDP ignored, buffers).
     """
-    units = {_clean(name)[: -len(FLAT_PARAM)]: flat for name, flat in flats.items()}
+    units = {strip_components(name)[: -len(FLAT_PARAM)]: flat for name, flat in flats.items()}
     members: dict[str, list[str]] = {unit: [] for unit in units}
     homeless: list[str] = []
     tied: dict[str, str] = {}
-    known = {_clean(name) for name in taken}
+    known = {strip_components(name) for name in taken}
     for name in shapes:
         unit = next((prefix for prefix in _prefixes(name) if prefix in units), None)
         if name in known:
@@ -109,7 +110,7 @@ def unflatten(
             members[unit].append(name)
     problems: list[UnshardError] = []
     if homeless:
-        problems.append(ModelError(f"no flat parameter holds {', '.join(homeless[:8])}", hint=_HINT))
+        problems.append(ModelError(f"no flat parameter holds {items_in_words(homeless)}", hint=_HINT))
     tensors: dict[str, Tensor] = {}
     for unit, flat in units.items():
         try:
@@ -141,7 +142,7 @@ _HINT = "name a Hugging Face directory of the same model with --shapes-from DIR"
 def shapes_unknown(flats: Sequence[str]) -> UnshardError:
     """The problem of a checkpoint with flat parameters whose shapes nobody knows."""
     return IncompleteError(
-        f"{len(flats)} FSDP1 flat parameters ({', '.join(flats[:4])}{', …' if len(flats) > 4 else ''}): the file does "
+        f"{len(flats)} FSDP1 flat parameters ({items_in_words(flats, 4)}): the file does "
         "not say which parameters of which shapes lie in them",
         hint=_HINT,
     )
@@ -216,10 +217,3 @@ def _prefixes(name: str) -> Iterator[str]:
     parts = name.split(".")[:-1]
     for count in range(len(parts), -1, -1):
         yield "".join([part + "." for part in parts[:count]])
-
-
-def _clean(name: str) -> str:
-    """A name without what FSDP, activation checkpointing and torch.compile put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.fsdp.entries import Part, RankReader
-from unshard.formats.fsdp.layouts import ranks_in_words
 from unshard.formats.state_dict import is_tensor, what_it_is
 from unshard.tensors import Chunk, Tensor
+from unshard.words import items_in_words, ranks_in_words
 
 _NAMED_PROBLEMS = 20
-_NAMED_TENSORS = 8
 _PLAIN = "plain tensors are replicas and never concatenated; pieces must be saved as DTensor or ShardedTensor"
 
 
@@ -143,16 +142,9 @@ class Gatherer:
                 lacking.setdefault(tuple(sorted(missing)), []).append(name)
         return [
             IncompleteError(
-                f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} no {names_in_words(names)}, "
+                f"{ranks_in_words(ranks)} {'have' if len(ranks) > 1 else 'has'} no {items_in_words(names)}, "
                 "which other ranks have",
                 hint="files of different checkpoints may be mixed here",
             )
             for ranks, names in lacking.items()
         ]
-
-
-def names_in_words(names: Sequence[str]) -> str:
-    """The first few names and how many more there are."""
-    listed = ", ".join(names[:_NAMED_TENSORS])
-    more = len(names) - _NAMED_TENSORS
-    return f"{listed} and {more} more" if more > 0 else listed

@@ -12,7 +12,6 @@ Optimizer, scheduler and random states follow the same patterns and are left alo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,18 +70,6 @@ def group_of(file: Path) -> RankFiles | None:
         if any(path.name == file.name for path in (*group.ranks.values(), *[path for _, path in group.doubles])):
             return group
     return None
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Ranks as people write them: "ranks 0-3, 8", "rank 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ", ".join([f"{low}-{high}" if high > low else f"{low}" for low, high in spans])
-    return f"{'rank' if len(spans) == 1 and spans[0][0] == spans[0][1] else 'ranks'} {words}"
 
 
 def _is_group(group: RankFiles) -> bool:

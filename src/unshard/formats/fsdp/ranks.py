@@ -10,8 +10,9 @@ from pathlib import Path
 from unshard.checkpoint import Note
 from unshard.errors import IncompleteError, NotACheckpointError, UnshardError, command_line
 from unshard.formats.contract import Source
-from unshard.formats.fsdp.layouts import RankFiles, find_rank_files, group_of, ranks_in_words
+from unshard.formats.fsdp.layouts import RankFiles, find_rank_files, group_of
 from unshard.tensors import SourceFile
+from unshard.words import items_in_lines, ranks_in_words
 
 _STEP = re.compile(r"(?:global_step|global_steps|checkpoint|step|iter)[_-]?(\d+)")
 _MAX_TAIL = 3
@@ -61,7 +62,7 @@ def choose_group(
 
 def several_groups(groups: list[RankFiles], directory: Path) -> NotACheckpointError:
     """The error of a directory with several checkpoints in rank files."""
-    listed = "\n".join([f"  {group.pattern} ({ranks_in_words(group.ranks)})" for group in groups])
+    listed = items_in_lines([f"{group.pattern} ({ranks_in_words(group.ranks)})" for group in groups])
     example = groups[0].ranks[min(groups[0].ranks)]
     return NotACheckpointError(
         f"{directory}: rank files of several checkpoints lie here:\n{listed}",
@@ -167,8 +168,7 @@ def compare_recorded(found: RankSet, recorded: dict[int, set[int]]) -> Iterator[
             f"{found.ranks[rank].path.name} holds what {ranks_in_words(inside)} saved"
             for rank, inside in sorted(wrong.items())
         ]
-        more = f"; and {len(lines) - 8} more files" if len(lines) > 8 else ""
         yield IncompleteError(
-            "files do not hold the rank that they are named after: " + "; ".join(lines[:8]) + more,
+            f"files do not hold the rank that they are named after:\n{items_in_lines(lines)}",
             hint="a file was copied or renamed; give every rank's own file its own name",
         )

@@ -11,14 +11,14 @@ from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.contract import Source
 from unshard.formats.fsdp.entries import RankReader
 from unshard.formats.fsdp.flat import FindOrder, Fragments, is_flat_parameter, shapes_unknown, unflatten
-from unshard.formats.fsdp.gather import Gatherer, names_in_words
-from unshard.formats.fsdp.layouts import ranks_in_words
+from unshard.formats.fsdp.gather import Gatherer
 from unshard.formats.fsdp.order import order_by_values
 from unshard.formats.fsdp.ranks import RankSet, compare_recorded
 from unshard.formats.state_dict import find_state_dict
 from unshard.formats.surroundings import look_around
 from unshard.formats.torch_file.reader import read_torch_file
 from unshard.tensors import Tensor
+from unshard.words import items_in_words, ranks_in_words
 
 _PARENTS = {"verl": 0, "accelerate": 2, "ranks": 1, "file": 1}
 """How far above the ranks each layout may keep the model's config."""
@@ -182,7 +182,7 @@ class _Reading:
         if plain and ranks > 1:
             self.problems.append(
                 IncompleteError(
-                    f"{names_in_words(plain)}: plain tensors of {ranks} ranks, so that nothing tells their order",
+                    f"{items_in_words(plain)}: plain tensors of {ranks} ranks, so that nothing tells their order",
                     hint="save within FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",
                 )
             )

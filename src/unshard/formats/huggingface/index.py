@@ -11,6 +11,7 @@ from typing import Any
 
 from unshard.errors import FormatError
 from unshard.formats.json_text import JsonText
+from unshard.words import items_in_words, shorten
 
 MAX_INDEX_SIZE = 100_000_000
 """Bytes. The index of a model of 100,000 tensors has about ten million."""
@@ -63,7 +64,7 @@ def read_index(path: Path) -> Index:
         raise FormatError(f"{path}: not a valid index: {error}", hint=_REPLACE) from None
     unsafe = [name for name in index.files if not is_plain_file_name(name)]
     if unsafe:
-        shown = ", ".join(repr(name[:80]) for name in unsafe[:5])
+        shown = items_in_words([repr(shorten(name, 80)) for name in unsafe], 5)
         raise FormatError(f"{path}: weights must lie in the same directory, but the index names {shown}", hint=_REPLACE)
     return index
 

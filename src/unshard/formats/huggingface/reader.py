@@ -15,6 +15,7 @@ from unshard.formats.huggingface.index import Index, read_index
 from unshard.formats.huggingface.weights import Weights, check_numbering, find_leftovers, find_weights
 from unshard.formats.safetensors_file import read_header
 from unshard.tensors import SourceFile, Tensor
+from unshard.words import items_in_words, one_line, shorten
 
 _SUFFIX = ".safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -213,12 +214,10 @@ def _read_bin(path: Path, file: SourceFile) -> _Found:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few of many names, which strangers chose."""
-    shown = ", ".join([_shown(name) for name in names[:5]])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+    """The first few of many names."""
+    return items_in_words([_shown(name) for name in names], 5)
 
 
 def _shown(name: str) -> str:
-    """A name that may be printed on a terminal."""
-    name = name if len(name) <= 200 else name[:200] + "…"
-    return name if name.isprintable() else repr(name)
+    """A name that strangers chose, fit to be printed."""
+    return one_line(shorten(name, 200))

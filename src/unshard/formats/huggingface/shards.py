@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unshard.errors import ModelError
+from unshard.words import items_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def follow_layout(names: Mapping[str, object], layout: Mapping[str, str], naming
     """
     unknown = [name for name in names if name not in layout]
     if unknown:
-        shown = ", ".join(unknown[:5])
+        shown = items_in_words(unknown, 5)
         raise ModelError(f"{len(unknown)} tensors lie in no file of the reference model: {shown}")
     groups: dict[str, list[str]] = {}
     for name in names:
