@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from unshard.formats.huggingface.target import ADAPTER_CONFIG
 from unshard.plan.partition import narrow
 from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
-from unshard.report.words import count_in_words
 from unshard.run.functions import split_rows
 from unshard.settings import Settings
 from unshard.tensors import Box, Computed, Value
 from unshard.verify.contents import same_bytes, split_bands
 from unshard.verify.reading import PlainReader
 from unshard.verify.sides import Side
+from unshard.words import count_in_words
 
 if TYPE_CHECKING:
     import numpy as np
