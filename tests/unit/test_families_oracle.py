@@ -11,8 +11,8 @@ import pytest
 
 from unshard.dtypes import F32
 from unshard.families import FAMILIES, expected_shapes, name_model
-from unshard.families.architecture import TIED_BY_DEFAULT
 from unshard.families.transformers5 import RENAMES
+from unshard.model_config import TIED_BY_DEFAULT
 from unshard.options import MergeOptions
 from unshard.tensors import Tensor
 

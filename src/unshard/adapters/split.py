@@ -15,6 +15,7 @@ from unshard.adapters.recorded import Recorded, read_recorded
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import ModelError, UnshardError
 from unshard.model import Adapter
+from unshard.model_config import class_name, is_tied
 from unshard.options import MergeOptions
 from unshard.tensors import Tensor
 from unshard.words import names_in_words
@@ -62,7 +63,7 @@ def split(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], options: MergeO
     Collects what is wrong in `Split.problems`; an adapter with problems has an incomplete config.
     """
     sorted_ = _sort(tensors)
-    tied = _ties_embeddings(checkpoint.config)
+    tied = is_tied(checkpoint.config or {})
     if not sorted_.adapters:
         notes = [Note("--lora-alpha was given, but there is no LoRA adapter", level="warning")]
         return Split(
@@ -146,7 +147,6 @@ def _shown(
     layers: Layers, sorted_: _Sorted, adapter: str, config: Mapping[str, Any] | None, *, base_stays: bool
 ) -> Shown:
     paths = [name.split(".")[:-1] for name in sorted_.base]
-    architectures = (config or {}).get("architectures")
     return Shown(
         layers=layers.layers,
         saved=sorted_.saved[adapter],
@@ -158,7 +158,7 @@ def _shown(
             if name.endswith(".weight") and tensor.ndim >= 2
         },
         base_stays=base_stays,
-        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else None,
+        architecture=class_name(config or {}),
     )
 
 
@@ -191,13 +191,6 @@ def _recorded_for(recorded: Mapping[str, Any] | None, adapter: str) -> Mapping[s
     """What is recorded of one adapter: a mapping by adapters' names is allowed, as well as one for all."""
     own = (recorded or {}).get(adapter)
     return own if isinstance(own, Mapping) and "peft_type" not in (recorded or {}) else recorded
-
-
-def _ties_embeddings(config: Mapping[str, Any] | None) -> bool:
-    config = config or {}
-    text = config.get("text_config")
-    nested = text.get("tie_word_embeddings") if isinstance(text, Mapping) else None
-    return config.get("tie_word_embeddings", nested) is True
 
 
 def _tie_conflicts(layers: Layers) -> list[UnshardError]:

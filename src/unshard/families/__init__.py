@@ -7,10 +7,11 @@ from typing import Any
 
 from unshard.checkpoint import Checkpoint, Shape
 from unshard.families import llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe
-from unshard.families.architecture import is_tied, read_architecture
+from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
 from unshard.families.template import Family
 from unshard.model import Model
+from unshard.model_config import is_tied
 from unshard.options import MergeOptions
 from unshard.tensors import Value
 

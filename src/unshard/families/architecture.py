@@ -11,6 +11,7 @@ from unshard.dtypes import F32
 from unshard.families.rules import split
 from unshard.families.sizes import Sizes
 from unshard.families.template import HEADS, VALUE_HEAD, Family, expand
+from unshard.model_config import class_name
 from unshard.tensors import Tensor, Value
 
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
@@ -78,40 +79,8 @@ def read_architecture(
     return Architecture(family, ending, Sizes(config, family.all_defaults(), {**labels, **(given or {})}))
 
 
-def class_name(config: Mapping[str, Any]) -> str | None:
-    """The first of `architectures`, if config.json has any."""
-    names = config.get("architectures")
-    if not (isinstance(names, list) and names):
-        return None
-    return str(names[0])
-
-
 def count_labels(config: Mapping[str, Any]) -> int:
     """The number of labels of a classifier: `num_labels`, else the size of `id2label`, else 2 as in transformers."""
     labels = config.get("id2label")
     number = config.get("num_labels", len(labels) if isinstance(labels, Mapping) else None)
     return number if isinstance(number, int) else 2
-
-
-def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the language model's head is the embedding.
-
-    `tie_word_embeddings` says so, at the top or in `text_config`; where neither has it, the model type's default does.
-    """
-    text = config.get("text_config")
-    nested = text if isinstance(text, Mapping) else {}
-    said = [value for section in (config, nested) if (value := section.get("tie_word_embeddings")) is not None]
-    if said:
-        return any(said)
-    return str(nested.get("model_type") or config.get("model_type")) in TIED_BY_DEFAULT
-
-
-TIED_BY_DEFAULT = frozenset(
-    (
-        "bloom", "cohere", "cohere2", "cohere2_moe", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba",
-        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt2",
-        "gpt_bigcode", "gpt_neo", "jetmoe", "lfm2", "lfm2_moe", "mamba", "mpt", "opt", "paligemma", "recurrent_gemma",
-        "smollm3", "starcoder2", "vaultgemma", "zamba", "zamba2",
-    )
-)  # fmt: skip
-"""Model types that tie where config.json is silent (transformers, `configuration_*.py`)."""

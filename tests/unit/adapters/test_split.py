@@ -368,6 +368,19 @@ def test_a_bias_without_a_place_is_listed() -> None:
     assert f"`{Q}.bias`" in fusion_problems(divide(shapes, fuse_lora=True))
 
 
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma2"}, True),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, False),
+        ({"model_type": "qwen2_vl", "text_config": {"tie_word_embeddings": True}}, True),
+    ],
+)
+def test_embeddings_are_tied_as_the_families_say(config: Mapping[str, Any], tied: bool) -> None:
+    assert divide(peft_model({Q: 4}), config=config).tied is tied
+
+
 def test_an_adapter_on_one_of_two_tied_modules_needs_a_decision() -> None:
     shapes = {
         f"{LIVE}model.embed_tokens.base_layer.weight": (8, 16),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from unshard.errors import ModelError
-from unshard.families.architecture import LANGUAGE_MODELS, class_name, count_labels
+from unshard.families.architecture import LANGUAGE_MODELS, count_labels
 from unshard.families.naming.draft import Draft
+from unshard.model_config import class_name
 
 CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from unshard.checkpoint import Checkpoint, Shape
 from unshard.errors import ModelError, UsageError
-from unshard.families.architecture import Architecture, class_name, read_architecture
+from unshard.families.architecture import Architecture, read_architecture
 from unshard.families.naming.buffers import drop_recomputed, find_own
 from unshard.families.naming.checks import check_vocabulary, compare
 from unshard.families.naming.draft import Draft
@@ -19,6 +19,7 @@ from unshard.families.rules import Rewritten, split
 from unshard.families.sizes import Sizes
 from unshard.families.template import HEADS, Family, Parameter
 from unshard.families.transformers5 import rules_for
+from unshard.model_config import class_name
 from unshard.options import MergeOptions
 
 _WAYS_OUT = {

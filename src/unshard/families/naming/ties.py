@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unshard.errors import ModelError, UsageError
-from unshard.families.architecture import is_tied
 from unshard.families.naming.draft import Draft
+from unshard.model_config import is_tied
 from unshard.target import Claim
 from unshard.tensors import Tensor
 

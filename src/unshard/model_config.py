@@ -1,0 +1,38 @@
+"""What a model's config.json says, where more rooms than one ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def class_name(config: Mapping[str, Any]) -> str | None:
+    """The first of `architectures`, if config.json has any."""
+    names = config.get("architectures")
+    if not (isinstance(names, list) and names):
+        return None
+    return str(names[0])
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the language model's head is the embedding.
+
+    `tie_word_embeddings` says so, at the top or in `text_config`; where neither has it, the model type's default does.
+    """
+    text = config.get("text_config")
+    nested = text if isinstance(text, Mapping) else {}
+    said = [value for section in (config, nested) if (value := section.get("tie_word_embeddings")) is not None]
+    if said:
+        return any(said)
+    return str(nested.get("model_type") or config.get("model_type")) in TIED_BY_DEFAULT
+
+
+TIED_BY_DEFAULT = frozenset(
+    (
+        "bloom", "cohere", "cohere2", "cohere2_moe", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba",
+        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt2",
+        "gpt_bigcode", "gpt_neo", "jetmoe", "lfm2", "lfm2_moe", "mamba", "mpt", "opt", "paligemma", "recurrent_gemma",
+        "smollm3", "starcoder2", "vaultgemma", "zamba", "zamba2",
+    )
+)  # fmt: skip
+"""Model types that tie where config.json is silent (transformers, `configuration_*.py`)."""
