@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 PREFIX = "base_model.model."
-_AROUND = re.compile(r"(?:module\.)?(?:pretrained_model\.)?base_model\.model\.")
-"""What may lie around a PEFT model: DistributedDataParallel, trl's model with a value head."""
+_AROUND = re.compile(r"(?:\w+\.){0,4}?base_model\.model\.")
+"""What may lie around a PEFT model: DistributedDataParallel, trl's model with a value head, a trainer's own module."""
 TOKENS = ".token_adapter.trainable_tokens_delta"
 _WRAPPERS = frozenset({"base_layer", "original_module", "token_adapter"})
 
