@@ -68,7 +68,9 @@ def test_a_peft_model_without_adapters_loses_its_prefix() -> None:
     assert list(divide({f"{LIVE}{Q}.weight": (2, 2)}, None).base) == [f"{Q}.weight"]
 
 
-@pytest.mark.parametrize("around", ["", "module.", "pretrained_model.", "module.pretrained_model.", "model.", "_forward_module.actor."])
+@pytest.mark.parametrize(
+    "around", ["", "module.", "pretrained_model.", "module.pretrained_model.", "model.", "_forward_module.actor."]
+)
 def test_what_lies_around_the_peft_model_is_taken_off(around: str) -> None:
     result = divide(peft_model({Q: 4}, prefix=around + LIVE))
     assert list(result.base) == [f"{Q}.weight"]
