@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from math import isfinite
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from rich_argparse import RawDescriptionRichHelpFormatter
@@ -29,6 +30,7 @@ exit codes:
        in conflict
 """
 MOST_JOBS = 256
+_USUAL_WIDTH = 80
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DTYPE_SYNONYMS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
@@ -108,7 +110,8 @@ class HelpFormatter(RawDescriptionRichHelpFormatter):
     text_markup = False
 
     def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, **options)
+        columns = get_terminal_size().columns or _USUAL_WIDTH  # some terminals say that they have none
+        super().__init__(prog, **{"width": columns - 2, **options})
         self.console = make_console(sys.stdout)
 
 

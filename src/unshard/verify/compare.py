@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from unshard.formats.huggingface.target import ADAPTER_CONFIG
+from unshard.model_files import ADAPTER_CONFIG
 from unshard.plan.partition import narrow
 from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
 from unshard.run.functions import split_rows
