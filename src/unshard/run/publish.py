@@ -18,12 +18,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unshard.errors import OutputError
+from unshard.model_files import is_weights_file
 from unshard.plan.moves import PlannedFile
 from unshard.run.occupants import MARKER, WITHDRAWN, Marker, survey, temporary_name
 from unshard.run.threads import hold_interrupts
@@ -40,7 +40,7 @@ class Staging:
         self.output = output
         self._files = files
         self._overwrite = overwrite
-        token = secrets.token_hex(4)
+        token = os.urandom(4).hex()
         self._temporaries = {file.path: temporary_name(token, number) for number, file in enumerate(files)}
         self.foreign: tuple[str, ...] = ()
         self._replaced: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ def _loading_order(name: str) -> int:
     """The index goes first, then weights: what is left cannot be loaded, and is no mix with the new."""
     if name.endswith(".index.json"):
         return 0
-    return 1 if name.endswith((".safetensors", ".bin")) else _SIDE_FILE
+    return 1 if is_weights_file(name) else _SIDE_FILE
 
 
 def _sync_directory(directory: Path) -> None:

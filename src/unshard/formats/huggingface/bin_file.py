@@ -8,7 +8,6 @@ the habits of its own writer instead of reading them. Records are those of PKWAR
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +51,8 @@ def lay_out_archive(stem: str, entries: Sequence[tuple[str, DType, tuple[int, ..
 
     Raises ModelError for names that are not valid Unicode.
     """
+    import hashlib
+
     wrong = [name for name, _, _ in entries if not is_unicode(name)]
     if wrong:
         raise ModelError(f"{wrong[0]!r} cannot be a tensor's name in {stem}.bin")
