@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 from unshard.errors import NotACheckpointError, UnshardError, command_line
-from unshard.foreign import name_foreign
 from unshard.formats import FORMATS
 from unshard.formats.contract import Format
+from unshard.formats.foreign import name_foreign
 from unshard.words import items_in_lines, items_in_words
 
 _MAX_DEPTH = 4

@@ -10,10 +10,11 @@ from typing import Any
 from unshard.checkpoint import Asset, Checkpoint, Note, Shape
 from unshard.errors import UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Source
-from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
+from unshard.formats.huggingface.assets import find_assets, read_config
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
+from unshard.model_files import CONFIG
 from unshard.options import MergeOptions
 from unshard.tensors import SourceFile
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.checkpoint import Note
+from unshard.model_files import is_adapter_file, is_weights_file
 from unshard.tensors import Tensor, Value
 
 
@@ -41,7 +42,7 @@ class TargetFile:
     @property
     def holds_weights(self) -> bool:
         """Whether the tensors are a model's (or an adapter's), and not a side file's bytes."""
-        return self.path.endswith((".safetensors", ".bin"))
+        return is_weights_file(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Target:
     files: tuple[TargetFile, ...]
     roots: Mapping[str, Path]
     claims: tuple[Claim, ...] = ()
-    notes: tuple[Note, ...] = field(default=())
+    notes: tuple[Note, ...] = ()
 
     @property
     def is_adapter(self) -> bool:
@@ -72,8 +73,3 @@ class Target:
     def weights(self) -> list[Value]:
         """Every tensor of every weights file."""
         return [value for file in self.files if file.holds_weights for _, value in file.tensors]
-
-
-def is_adapter_file(path: str) -> bool:
-    """Whether a weights file holds a PEFT adapter."""
-    return path.rpartition("/")[2].startswith("adapter_model.")

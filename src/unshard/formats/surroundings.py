@@ -9,14 +9,15 @@ from typing import Any
 
 from unshard.checkpoint import Asset
 from unshard.errors import FormatError, UnshardError
-from unshard.formats.huggingface.assets import CONFIG, find_assets, read_config
+from unshard.formats.huggingface.assets import find_assets, read_config
+from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, CONFIG
 
 _ROOT = "assets"
 _HUGGINGFACE = "huggingface"
 _ADAPTER_FILES = (
-    "adapter_config.json",
-    f"{_HUGGINGFACE}/adapter_config.json",
-    "lora_adapter/adapter_config.json",
+    ADAPTER_CONFIG,
+    f"{_HUGGINGFACE}/{ADAPTER_CONFIG}",
+    f"{ADAPTER_DIRECTORY}/{ADAPTER_CONFIG}",
     "lora_train_meta.json",
 )
 """Where facts of an adapter lie, the fullest first: PEFT's own file, also where verl saves it, then verl's few."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from unshard.model_files import ADAPTER_DIRECTORY, LOADABLE_PATTERNS, TEMPLATE_DIRECTORY, matches
+
 MARKER = ".unshard-in-progress"
 """The file that says that the directory is not whole. It is made before and removed after everything else."""
 
@@ -17,33 +19,10 @@ _TEMPORARY = ".unshard-*.tmp"
 WITHDRAWN = ".failed-verification"
 """What is added to the name of a file that was published and then found to be wrong."""
 
-REPLACEABLE = (
-    f"*{WITHDRAWN}",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
-    "adapter_model*.bin",
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "*processor_config.json",
-    "quant*_config.json",
-    "hf_quant_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)
+REPLACEABLE = (f"*{WITHDRAWN}", *LOADABLE_PATTERNS)
 """Files that a loader may take for a part of a model: what `--overwrite` replaces. All else stays where it is."""
 
-_MODEL_DIRECTORIES = ("lora_adapter*", "additional_chat_templates")
+_MODEL_DIRECTORIES = (f"{ADAPTER_DIRECTORY}*", TEMPLATE_DIRECTORY)
 """Subdirectories that belong to a model."""
 
 
@@ -100,7 +79,7 @@ def survey(output: Path, planned: Sequence[str]) -> Occupants:
             continue
         if fnmatchcase(name, _TEMPORARY) or name in marker.files:
             kind = "garbage"
-        elif name in planned or any(fnmatchcase(name.rsplit("/", 1)[-1], pattern) for pattern in REPLACEABLE):
+        elif name in planned or matches(name, REPLACEABLE):
             kind = "model"
         else:
             kind = "foreign"
@@ -120,7 +99,7 @@ def _list_files(output: Path, planned_directories: set[str]) -> Iterator[str]:
     for entry in os.scandir(output):
         if not entry.is_dir(follow_symlinks=False):
             yield entry.name
-        elif entry.name in planned_directories or any(fnmatchcase(entry.name, known) for known in _MODEL_DIRECTORIES):
+        elif entry.name in planned_directories or matches(entry.name, _MODEL_DIRECTORIES):
             for path in Path(entry.path).rglob("*"):
                 if path.is_symlink() or not path.is_dir():
                     yield path.relative_to(output).as_posix()

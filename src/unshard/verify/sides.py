@@ -16,13 +16,13 @@ from unshard.errors import VerificationError, raise_all
 from unshard.families.naming.ties import find_tied
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.reader import HuggingFace
-from unshard.formats.huggingface.target import ADAPTER_CONFIG, ADAPTER_DIRECTORY
 from unshard.merging import decide
+from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, is_adapter_file
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
 from unshard.run.occupants import MARKER
-from unshard.target import Target, is_adapter_file
+from unshard.target import Target
 from unshard.tensors import Value
 from unshard.verify.structure import check_index, check_weights_file, move_under
 

@@ -1,55 +1,27 @@
-"""The files beside the weights that make a directory a model: configs, tokenizer, templates, code, licence.
-
-Which files those are is a list of names, not "everything else": training directories hold optimizers, logs and
-trainer states that nobody wants in a model.
-"""
+"""The files beside the weights that make a directory a model: configs, tokenizer, templates, code, licence."""
 
 from __future__ import annotations
 
 import json
 import stat
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from unshard.checkpoint import Asset
 from unshard.errors import FormatError
+from unshard.model_files import (
+    CONFIG,
+    CONFIG_PATTERNS,
+    GENERATION_CONFIG,
+    LICENSE_PATTERNS,
+    TEMPLATE_DIRECTORY,
+    TOKENIZER_PATTERNS,
+    matches,
+)
 from unshard.tensors import SourceFile
 
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
-
-_TOKENIZER_PATTERNS = (
-    "tokenizer*.json",
-    "tokenizer.model*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges*.txt",
-    "*.tiktoken",
-    "tekken.json",
-    "tiktoken.model",
-    "spiece.model",
-    "sentencepiece*.model",
-    "*.bpe.model",
-    "*.spm",
-    "bpe.codes",
-    "normalizer.json",
-    "chat_template*.json",
-    "*.jinja",
-)
-_MODEL_PATTERNS = (
-    CONFIG,
-    GENERATION_CONFIG,
-    "preprocessor_config.json",
-    "*processor_config.json",
-    "configuration.json",
-    "LICENSE*",
-    "NOTICE*",
-)
-_TEMPLATES = "additional_chat_templates"
+_COPIED = (*CONFIG_PATTERNS, *TOKENIZER_PATTERNS, *LICENSE_PATTERNS)
 _SMALL = 64 << 20
 
 
@@ -60,22 +32,22 @@ def find_assets(directory: Path, root_name: str) -> tuple[dict[str, Any] | None,
     consists of them. Raises FormatError for a config.json or generation_config.json that is no JSON object, and for a
     link to nothing: a damaged file is never taken for an absent one.
     """
-    names = [name for name in _list_files(directory) if _matches(name, _TOKENIZER_PATTERNS + _MODEL_PATTERNS)]
+    names = [name for name in _list_files(directory) if matches(name, _COPIED)]
     config = read_config(directory / CONFIG) if CONFIG in names else None
     if GENERATION_CONFIG in names:
         read_config(directory / GENERATION_CONFIG)
     if any(_names_code(directory / name) for name in names if name.endswith("config.json")):
         names += [name for name in _list_files(directory) if name.endswith(".py")]
-    if (directory / _TEMPLATES).is_dir():
-        templates = [name for name in _list_files(directory / _TEMPLATES) if name.endswith(".jinja")]
-        names += [f"{_TEMPLATES}/{name}" for name in templates]
+    if (directory / TEMPLATE_DIRECTORY).is_dir():
+        templates = [name for name in _list_files(directory / TEMPLATE_DIRECTORY) if name.endswith(".jinja")]
+        names += [f"{TEMPLATE_DIRECTORY}/{name}" for name in templates]
     assets = [Asset(name, SourceFile(root_name, name), _size(directory / name)) for name in sorted(names)]
     return config, tuple(assets)
 
 
 def is_tokenizer_file(path: str) -> bool:
     """Whether an asset belongs to the tokenizer (chat templates included) and not to the model."""
-    return path.startswith(f"{_TEMPLATES}/") or _matches(path, _TOKENIZER_PATTERNS)
+    return matches(path, TOKENIZER_PATTERNS)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -115,10 +87,6 @@ def _list_files(directory: Path) -> Iterator[str]:
     for entry in list_directory(directory):
         if entry.is_file() or (entry.is_symlink() and not entry.exists()):
             yield entry.name
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _names_code(path: Path) -> bool:

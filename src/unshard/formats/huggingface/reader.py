@@ -14,11 +14,11 @@ from unshard.formats.huggingface.assets import find_assets, list_directory, read
 from unshard.formats.huggingface.index import Index, read_index
 from unshard.formats.huggingface.weights import Weights, check_numbering, find_leftovers, find_weights
 from unshard.formats.safetensors_file import read_header
+from unshard.model_files import ADAPTER_CONFIG
 from unshard.tensors import SourceFile, Tensor
 from unshard.words import items_in_words, one_line, shorten
 
 _SUFFIX = ".safetensors"
-_ADAPTER_CONFIG = "adapter_config.json"
 _DCP_METADATA = "DCP_SHARDING_INFO"
 """Written by torch's HuggingFaceStorageWriter where a file holds pieces of tensors (torch/distributed/checkpoint)."""
 
@@ -76,7 +76,7 @@ def _list_files(directories: Iterable[Path]) -> dict[str, int]:
 
 
 def _read_adapter_config(directory: Path) -> dict[str, Any] | None:
-    path = directory / _ADAPTER_CONFIG
+    path = directory / ADAPTER_CONFIG
     return read_config(path) if path.exists() else None
 
 

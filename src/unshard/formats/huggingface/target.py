@@ -11,19 +11,16 @@ from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.dtypes import CAST_CHOICES, U8
 from unshard.errors import ModelError, OutputError
 from unshard.formats.huggingface import shards
-from unshard.formats.huggingface.assets import CONFIG, is_tokenizer_file, read_small_file
+from unshard.formats.huggingface.assets import is_tokenizer_file, read_small_file
 from unshard.formats.huggingface.bin_file import lay_out_archive
 from unshard.formats.huggingface.config_file import PLAIN_FLOATS, adapt_config
 from unshard.formats.huggingface.index import Index
 from unshard.formats.safetensors_file import lay_out_header
 from unshard.model import Adapter, Model
+from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, CONFIG
 from unshard.options import MergeOptions
 from unshard.target import Target, TargetFile
 from unshard.tensors import Tensor, Value, contiguous_chunk
-
-ADAPTER_DIRECTORY = "lora_adapter"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 
 _ADAPTER_NAME = re.compile(r"[\w\- +.]*[\w\-]")
 
