@@ -138,6 +138,17 @@ def test_a_tied_parameter_lies_there_once_and_comes_out_under_both_names(tmp_pat
     assert tensors["head.weight"].chunks == tensors["embed.weight"].chunks
 
 
+def test_flat_parameters_of_unknown_modules_are_told_together(tmp_path: Path) -> None:
+    """A trainer's own module around the model, or adapters in it: every unit would be a problem of its own."""
+    names = ["model.layers.0._flat_param", "model.layers.1._flat_param", "_flat_param"]
+    flats = {name: flat_parameter(tmp_path, np.arange(4.0), 2, name) for name in names}
+    tensors, problems = unflatten(flats, {"layers.0.w": (4,), "layers.1.w": (4,)}, Fragments(), {}, 2)
+    assert tensors == {}
+    (problem,) = problems
+    assert "lies in model.layers.0._flat_param, model.layers.1._flat_param" in problem.message
+    assert "SHARDED_STATE_DICT" in str(problem.hint)
+
+
 def test_shapes_that_do_not_fit_are_told_with_both_counts(tmp_path: Path) -> None:
     flat = flat_parameter(tmp_path, np.arange(9.0), 2, "layers.0._flat_param")
     _, problems = unflatten({flat.name: flat}, {"layers.0.w": (2, 4), "norm": (3,)}, Fragments(), {}, 2)

@@ -111,6 +111,16 @@ def unflatten(
     problems: list[UnshardError] = []
     if homeless:
         problems.append(ModelError(f"no flat parameter holds {items_in_words(homeless)}", hint=_HINT))
+    strangers = [flat.name for unit, flat in units.items() if not members[unit]]
+    if strangers:
+        problems.append(
+            IncompleteError(
+                f"no parameter of the known shapes lies in {items_in_words(strangers)}: the model lay in a module of "
+                "the trainer's own, or had adapters, whose shapes nobody knows",
+                hint="save within FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)",
+            )
+        )
+        return {}, problems
     tensors: dict[str, Tensor] = {}
     for unit, flat in units.items():
         try:
