@@ -1,68 +1,23 @@
-"""The output directory: what is refused, what is replaced, and that nothing half-done stays."""
+"""The output directory: what is refused, and what is replaced."""
 
 from __future__ import annotations
 
 import errno
 import os
-import resource
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from publishing import NEW, OLD, SETTINGS, fill, refuse, run
 from running import copied_file, literal_file, plan, tree
-from unshard.errors import OutputError, UnshardError
+from unshard.errors import OutputError
 from unshard.plan.moves import Plan
-from unshard.report.events import Event, Message, ignore
-from unshard.run import preflight, writing
+from unshard.report.events import Event, Message
 from unshard.run.local import run_plan
-from unshard.run.occupants import MARKER, Marker, survey
+from unshard.run.occupants import MARKER
 from unshard.run.preflight import check_output
-from unshard.run.publish import stage
-from unshard.settings import Settings
-
-SETTINGS = Settings(jobs=2)
-OLD = {
-    "config.json": b"old",
-    "model-00001-of-00002.safetensors": b"old 1",
-    "model-00002-of-00002.safetensors": b"old 2",
-    "model.safetensors.index.json": b"old index",
-    "pytorch_model.bin": b"old",
-    "added_tokens.json": b"old",
-    "lora_adapter/adapter_config.json": b"old",
-    "lora_adapter/adapter_model.safetensors": b"old",
-}
-NEW = {"config.json": b"{}", "lora_adapter/adapter_config.json": b"{}", "model.safetensors": b"weights" * 1000}
-
-
-@pytest.fixture
-def todo(tmp_path: Path) -> Plan:
-    (tmp_path / "shard").write_bytes(NEW["model.safetensors"])
-    files = [literal_file(name, data) for name, data in NEW.items() if name != "model.safetensors"]
-    return plan(tmp_path, *files, copied_file("model.safetensors", [("shard", 0, 7000)], last=True))
-
-
-def fill(directory: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(data)
-    return directory
-
-
-def run(todo: Plan, output: Path, *, overwrite: bool = False) -> None:
-    run_plan(todo, output, SETTINGS, ignore, overwrite=overwrite)
-
-
-def refuse(todo: Plan, output: Path, match: str, *, overwrite: bool = False) -> UnshardError:
-    before = tree(output) if output.is_dir() else None
-    with pytest.raises(UnshardError, match=match) as info:
-        run(todo, output, overwrite=overwrite)
-    assert (tree(output) if output.is_dir() else None) == before, "a refusal changes nothing"
-    return info.value
-
-
-# The directory -------------------------------------------------------------------------------------------------------
 
 
 def test_into_nothing_into_empty_and_deep(todo: Plan, tmp_path: Path) -> None:
@@ -144,6 +99,19 @@ def test_overwriting_leaves_strangers_alone_and_says_so(todo: Plan, tmp_path: Pa
     assert tree(tmp_path / "out") == {**NEW, **strange}
     (note,) = [event.text for event in events if isinstance(event, Message)]
     assert note == "left in place beside the model: notes.txt, optimizer.pt, photos/"
+
+
+def _fail_after(count: int, number: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does its work `count` times, and fails with an error number from then on."""
+    calls = [0]
+
+    def act(*arguments: object) -> Any:
+        calls[0] += 1
+        if calls[0] > count:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    return act
 
 
 def test_the_old_model_stays_until_the_new_one_is_complete(
@@ -250,182 +218,3 @@ def test_all_problems_are_told_at_once(todo: Plan, tmp_path: Path) -> None:
     todo = plan(tmp_path, *todo.files, literal_file("../x", b""), literal_file("config.json", b""))
     messages = [str(problem) for problem in check_output(todo, fill(tmp_path / "out", OLD), overwrite=False)]
     assert len(messages) == 3
-
-
-# Room ----------------------------------------------------------------------------------------------------------------
-
-
-def _fail_after(count: int, number: int, real: object) -> object:
-    calls = [0]
-
-    def act(*arguments: object) -> object:
-        calls[0] += 1
-        if calls[0] > count:
-            raise OSError(number, os.strerror(number))
-        return real(*arguments)  # type: ignore[operator]
-
-    return act
-
-
-def free_space(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    real = os.statvfs
-
-    def act(path: object) -> os.statvfs_result:
-        return os.statvfs_result((4096, 4096, 1000, blocks, blocks, *list(real(path))[5:]))  # type: ignore[call-overload]
-
-    monkeypatch.setattr(os, "statvfs", act)
-
-
-def test_too_little_disk_is_foreseen(todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free_space(monkeypatch, 3)
-    refuse(todo, tmp_path / "out", r"16\.4 kB are needed, 12\.3 kB are free")
-    free_space(monkeypatch, 4)
-    run(todo, tmp_path / "out")
-
-
-def test_the_old_model_counts_as_occupied(todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path / "out", {"model.safetensors": b"x" * 100_000})
-    free_space(monkeypatch, 1)
-    error = refuse(todo, tmp_path / "out", "are needed", overwrite=True)
-    assert error.hint is not None
-    assert "removing the old model" in error.hint
-
-
-def test_leftovers_count_as_free(todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path / "out", {MARKER: Marker().encode(), ".unshard-abc-0.tmp": b"x" * 100_000})
-    free_space(monkeypatch, 1)
-    run(todo, tmp_path / "out")
-    assert tree(tmp_path / "out") == NEW
-
-
-CALLS = {"pwrite": 3, "ftruncate": 4, "copy_file_range": 1, "fsync": 5}
-"""How often the plan makes them, at least: the marker, two literals, three files, one copy."""
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("after", range(5))
-def test_a_full_disk_in_the_middle(
-    todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int
-) -> None:
-    calls = [0]
-    real = getattr(os, call)
-
-    def full(*arguments: object) -> object:
-        calls[0] += 1
-        if calls[0] > after:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*arguments)
-
-    monkeypatch.setattr(os, call, full)
-    if after >= CALLS[call]:
-        run(todo, tmp_path / "out")
-        assert tree(tmp_path / "out") == NEW
-        return
-    error = refuse(todo, tmp_path / "out", "No space left on device")
-    assert error.hint is not None
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
-    (tmp_path / "shard").write_bytes(bytes(200_000))
-    todo = plan(tmp_path, copied_file("m", [("shard", 0, 200_000)], last=True))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        error = refuse(todo, tmp_path / "out", "m: cannot be written: File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.hint is not None
-    assert "ulimit" in error.hint
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting a small disk takes root on Linux")
-def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shard").write_bytes(os.urandom(3 << 20))
-    (tmp_path / "disk").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "disk"], check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        todo = plan(tmp_path, literal_file("config.json", b"{}"), copied_file("m", [("shard", 0, 3 << 20)], last=True))
-        refuse(todo, tmp_path / "disk" / "out", r"3\.15 MB are needed, 1\.05 MB are free")
-        monkeypatch.setattr(preflight, "_check_room", lambda *_: ())
-        refuse(todo, tmp_path / "disk" / "out", "m: cannot be written: No space left on device")
-        assert tree(tmp_path / "disk") == {}
-    finally:
-        subprocess.run(["umount", tmp_path / "disk"], check=True)
-
-
-# Interrupted ---------------------------------------------------------------------------------------------------------
-
-
-def test_leftovers_of_a_killed_run_are_no_obstacle(todo: Plan, tmp_path: Path) -> None:
-    marker = Marker(("config.json", "model-00001-of-00009.safetensors", "lora_adapter/adapter_config.json")).encode()
-    for rest in (marker, b"", marker[:20], b"[]", b'{"files": 3}'):
-        output = tmp_path / f"out{len(rest)}"
-        fill(output, {MARKER: rest, ".unshard-12345678-0.tmp": b"half"})
-        if rest == marker:
-            fill(output, {"config.json": b"old", "model-00001-of-00009.safetensors": b"old"})
-            fill(output, {"lora_adapter/adapter_config.json": b"old"})
-        run(todo, output)
-        assert tree(output) == NEW
-
-
-def test_a_marker_is_no_licence_for_strangers(todo: Plan, tmp_path: Path) -> None:
-    fill(tmp_path / "out", {MARKER: Marker(("config.json",)).encode(), "config.json": b"", "thesis.tex": b"mine"})
-    refuse(todo, tmp_path / "out", r"it holds thesis\.tex")
-    run(todo, tmp_path / "out", overwrite=True)
-    assert tree(tmp_path / "out") == {**NEW, "thesis.tex": b"mine"}
-
-
-def test_two_runs_into_one_directory(todo: Plan, tmp_path: Path) -> None:
-    with stage(tmp_path / "out", todo.files, overwrite=False):
-        before = tree(tmp_path / "out")
-        with pytest.raises(OutputError, match="another unshard is writing"):
-            run(todo, tmp_path / "out")
-        assert tree(tmp_path / "out") == before
-    assert set(tree(tmp_path / "out")) == {MARKER}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("step", ["replace", "unlink", "mkdir"])
-@pytest.mark.parametrize("after", range(6))
-def test_interrupted_while_publishing(
-    todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool, step: str, after: int
-) -> None:
-    output = fill(tmp_path / "out", OLD) if overwrite else tmp_path / "out"
-    real, calls = getattr(Path, step), [0]
-
-    def interrupted(self: Path, *arguments: object, **options: object) -> object:
-        calls[0] += 1
-        if calls[0] == after + 1:
-            raise KeyboardInterrupt
-        return real(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, step, interrupted)
-    try:
-        run(todo, output, overwrite=overwrite)
-    except KeyboardInterrupt:
-        monkeypatch.undo()
-        found = tree(output) if output.exists() else {}
-        assert found in ({}, OLD) or not _looks_whole(found), "all, nothing, or clearly neither"
-        run(todo, output, overwrite=overwrite)
-    assert tree(output) == NEW
-
-
-def _looks_whole(files: dict[str, bytes]) -> bool:
-    weights = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}
-    return MARKER not in files and bool(weights & set(files))
-
-
-def test_an_interrupt_while_writing_leaves_nothing(todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writing.Output, "finish", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(todo, tmp_path / "a" / "out")
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_survey_of_nothing(tmp_path: Path) -> None:
-    assert survey(tmp_path / "nowhere", ["a"]).is_empty
