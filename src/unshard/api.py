@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 from unshard.errors import raise_all
 from unshard.lazy import CheckpointView, LazyTensor
 from unshard.merging import merge as _merge
-from unshard.merging import prepare
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
 from unshard.plan.moves import Plan
+from unshard.preparing import prepare
 from unshard.report.events import Sink, ignore
 from unshard.report.report import Report
 from unshard.settings import Settings

@@ -1,81 +1,20 @@
-"""A merge from end to end: open, name, lay out, plan, run, verify, report."""
+"""A merge from end to end: prepared, run, verified, reported."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from time import monotonic
 
-from unshard import adapters, families
-from unshard.checkpoint import Checkpoint, Note
-from unshard.errors import UsageError, VerificationError, raise_all
-from unshard.formats.huggingface.target import lay_out
-from unshard.model import Model
-from unshard.opening import open_checkpoint, open_reference
+from unshard.errors import VerificationError
 from unshard.options import MergeOptions
-from unshard.plan.compiler import compile_plan
-from unshard.plan.moves import Plan
+from unshard.preparing import Preparation, prepare
 from unshard.report.events import Sink, ignore
 from unshard.report.report import Report, Rounded, Verification, peak_memory
 from unshard.run.results import Rounding
-from unshard.target import Target
 from unshard.tensors import Computed, Tensor, Value
-from unshard.wrappers import strip_all
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What becomes of a checkpoint: the model with its adapters, and the files they are laid out in."""
-
-    model: Model
-    target: Target
-    notes: tuple[Note, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """Everything that is known before the first byte moves."""
-
-    checkpoint: Checkpoint
-    decision: Decision
-    plan: Plan
-
-
-def prepare(source: Path, options: MergeOptions) -> Preparation:
-    """Open a checkpoint and plan its merge. Raises all that is wrong, at once."""
-    checkpoint = open_checkpoint(source, options)
-    raise_all(checkpoint.problems)
-    decision = decide(checkpoint, options)
-    return Preparation(checkpoint, decision, compile_plan(decision.target, check_replicas=options.check_replicas))
-
-
-def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
-    """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong."""
-    split = split_adapters(checkpoint, options)
-    problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
-    base: Mapping[str, Value] = {} if options.adapter_only else split.base
-    written = split.adapters
-    if options.fuse_lora:
-        fused = adapters.fuse_all(split)
-        base, written = fused.tensors, ()
-        problems += fused.problems
-        notes += fused.notes
-    if options.adapter_only and not split.adapters:
-        problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
-    reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
-    model = families.name_model(base, checkpoint.config, options, reference) if base else Model({})
-    raise_all([*problems, *model.problems])
-    target = lay_out(model, checkpoint, options, written)
-    return Decision(model, target, (*notes, *target.notes))
-
-
-def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:
-    """The base model and the adapters; without adapters, the base model is the checkpoint as it is stored."""
-    split = adapters.split(checkpoint, strip_all(checkpoint.tensors), options)
-    return split if split.adapters or split.problems else replace(split, base=checkpoint.tensors)
 
 
 def merge(source: Path, output: Path, options: MergeOptions | None = None, sink: Sink = ignore) -> Report:

@@ -14,7 +14,7 @@ import pytest
 
 SLOW_TO_LOAD = {
     "numpy", "ml_dtypes", "safetensors", "torch", "rich.progress", "rich.markdown", "asyncio", "zipfile",
-    "unshard.formats", "unshard.merging", "unshard.run", "unshard.adapters", "unshard.families",
+    "unshard.formats", "unshard.merging", "unshard.preparing", "unshard.run", "unshard.adapters", "unshard.families",
 }  # fmt: skip
 """Modules that help needs not."""
 

@@ -10,9 +10,9 @@ import golden_set
 from golden_set import GoldenCase
 from unshard.checkpoint import Checkpoint
 from unshard.families import FAMILIES, expected_shapes, name_model
-from unshard.merging import split_adapters
 from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
+from unshard.preparing import split_adapters
 
 
 def is_described(case: GoldenCase) -> bool:

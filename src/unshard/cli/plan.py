@@ -15,7 +15,7 @@ from unshard.report.printers import Printer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unshard.merging import Preparation
+    from unshard.preparing import Preparation
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
     """Print the plan, then warn of all reasons why a merge into OUT would be refused as things are now."""
-    from unshard.merging import prepare
+    from unshard.preparing import prepare
     from unshard.run.preflight import check_output
 
     compat.share_positionals(arguments, "output")

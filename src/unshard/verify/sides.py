@@ -16,11 +16,11 @@ from unshard.errors import VerificationError, raise_all
 from unshard.families.naming.ties import find_tied
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.reader import HuggingFace
-from unshard.merging import decide
 from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, is_adapter_file
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
+from unshard.preparing import decide
 from unshard.run.occupants import MARKER
 from unshard.target import Target
 from unshard.tensors import Value
