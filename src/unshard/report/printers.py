@@ -73,9 +73,7 @@ class PeoplePrinter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._lock:
-            if self._display is not None:
-                self._display.close()
+        self._clear()
 
     def sink(self, event: Event) -> None:
         with self._lock:
@@ -86,13 +84,19 @@ class PeoplePrinter:
                 self._advance(event)
 
     def result(self, event: str, values: Callable[[], dict[str, Any]], show: Callable[[Console], None]) -> None:
-        self.__exit__(None, None, None)
+        self._clear()
         write_out(lambda: show(make_console(sys.stdout)), sys.stdout)
 
     def error(self, error: UnshardError) -> None:
         self._say(("error: ", "bold red"), error.message)
         if error.hint:
             self._say("\n", ("hint: ", "bold cyan"), error.hint)
+
+    def _clear(self) -> None:
+        """Leave no progress on the screen."""
+        with self._lock:
+            if self._display is not None:
+                self._display.close()
 
     def _shows(self, level: str) -> bool:
         return level == "warning" or self._verbose or (level == "note" and not self._quiet)
@@ -121,8 +125,10 @@ class PeoplePrinter:
             self._quiet = True
 
     def _choose_display(self) -> Display:
+        if not sys.stderr.isatty():
+            return Lines(self._say)
         console = self._console()
-        return Bars(console) if console.is_terminal and not console.is_dumb_terminal else Lines(self._say)
+        return Lines(self._say) if console.is_dumb_terminal else Bars(console)
 
     def _console(self) -> Console:
         """One for bars and messages, so that neither writes over the other."""
