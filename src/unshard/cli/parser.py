@@ -6,7 +6,6 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from math import isfinite
 from pathlib import Path
 from shutil import get_terminal_size
@@ -44,6 +43,8 @@ def path(text: str) -> Path:
 
 def size(text: str) -> int:
     """A size as people write it: 5GB, 512MiB, 1000000. Decimal units are powers of ten, as transformers reads them."""
+    from fractions import Fraction
+
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     value = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
     if value < 1:
