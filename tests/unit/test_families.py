@@ -93,9 +93,9 @@ class TestWrappers:
         assert all(value.name == key for key, value in model.tensors.items())
         assert "_fsdp_wrapped_module, _checkpoint_wrapped_module, _orig_mod" in texts(model)
 
-    @pytest.mark.parametrize("prefix", ["module.", "model.", "module.model.", "policy."])
+    @pytest.mark.parametrize("prefix", ["module.", "model.", "module.model.", "policy.", "actor.model."])
     @pytest.mark.parametrize("config", [QWEN2, TIED], ids=["untied", "tied"])
-    def test_one_level_of_wrapping_model_is_taken_off(self, prefix: str, config: dict[str, Any]) -> None:
+    def test_levels_around_the_model_are_taken_off(self, prefix: str, config: dict[str, Any]) -> None:
         model = name(prefixed(running(config), prefix), config)
         assert not model.problems
         assert list(model.tensors) == list(running(config))

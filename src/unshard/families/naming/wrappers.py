@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from unshard.errors import ModelError
 from unshard.families.naming.draft import Draft
@@ -20,7 +20,7 @@ def unwrap(draft: Draft, known: Collection[str] | None) -> None:
     """Take wrapper names off all tensors of a draft.
 
     `known` are the names that the architecture has; None where nothing knows them. Where all names lie in one common
-    module that the architecture does not have, that level is taken off too, at most once.
+    module that the architecture does not have, that one is taken off too.
     """
     found = [part for part in COMPONENTS if any(part in name.split(".") for name in draft.tensors)]
     if found:
@@ -43,13 +43,26 @@ def _take_off(draft: Draft, prefix: str) -> None:
 def _extra_level(names: Mapping[str, Value], known: Collection[str] | None) -> str | None:
     """The module, with its dot, that all names lie in though the architecture has no such level."""
     inside = [name for name in names if not name.startswith(_BESIDE)]
-    prefix = inside[0].partition(".")[0] + "." if inside else ""
-    if not prefix or not all(name.startswith(prefix) for name in inside):
-        return None
-    below = [name.removeprefix(prefix) for name in inside]
+    levels = list(_common_levels(inside))
     if known is None:
-        return prefix if prefix == "model." and any(name.startswith(("model.", "lm_head.")) for name in below) else None
-    return prefix if sum(name in known for name in below) > sum(name in known for name in inside) else None
+        below = [name.removeprefix("model.") for name in inside]
+        return (
+            "model." if "model." in levels and any(name.startswith(("model.", "lm_head.")) for name in below) else None
+        )
+    fitting = {level: sum([name.removeprefix(level) in known for name in inside]) for level in ("", *levels)}
+    best = max(fitting, key=lambda level: (fitting[level], -len(level)))
+    return best or None
+
+
+def _common_levels(names: Sequence[str]) -> Iterator[str]:
+    """The modules that all names lie in, with their dots, the outermost first."""
+    paths = [name.split(".")[:-1] for name in names]
+    level = ""
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            return
+        level += f"{parts[0]}."
+        yield level
 
 
 def _rename_all(draft: Draft, change: Callable[[str], str]) -> None:
