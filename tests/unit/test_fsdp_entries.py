@@ -21,7 +21,7 @@ OLD_PLACEMENTS = "torch.distributed._tensor.placement_types"
 
 
 def stored(shape: tuple[int, ...], dtype: DType = F32, offset: int = 0) -> StoredTensor:
-    storage = Storage(FILE, "0", dtype, 10_000, "cpu", 640, 10_000 * dtype.itemsize)
+    storage = Storage(FILE, "0", dtype, 10_000, 640, 10_000 * dtype.itemsize)
     return StoredTensor(storage, dtype, shape, row_major_strides(shape), offset)
 
 

@@ -161,8 +161,8 @@ def test_shapes_that_do_not_fit_are_told_with_both_counts(tmp_path: Path) -> Non
 
 
 def test_only_views_of_the_flat_parameter_are_fragments() -> None:
-    storage = Storage(SourceFile(ROOT, "rank0"), "0", F32, 8, "cpu", 64, 32)
-    other = Storage(SourceFile(ROOT, "rank0"), "1", F32, 8, "cpu", 128, 32)
+    storage = Storage(SourceFile(ROOT, "rank0"), "0", F32, 8, 64, 32)
+    other = Storage(SourceFile(ROOT, "rank0"), "1", F32, 8, 128, 32)
     shard = Opaque(Global("m", "Shard"), state={"tensor": StoredTensor(storage, F32, (8,), (1,), 0)})
     sharded = WrapperSubclass(Global("m", "ShardedTensor"), F32, (16,), ([shard], None, None, None, False))
     state = {
@@ -178,7 +178,7 @@ def test_only_views_of_the_flat_parameter_are_fragments() -> None:
 
 
 def test_without_flat_parameters_nothing_is_a_fragment() -> None:
-    storage = Storage(SourceFile(ROOT, "rank0"), "0", F32, 8, "cpu", 64, 32)
+    storage = Storage(SourceFile(ROOT, "rank0"), "0", F32, 8, 64, 32)
     state = {"empty": StoredTensor(storage, F32, (0,), (1,), 0)}
     assert Fragments().take(state, 0) == state
 

@@ -26,7 +26,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def tensor(size: int = 2) -> StoredTensor:
-    return StoredTensor(Storage(SourceFile("source", "f"), "0", F32, size, "cpu", 0, 4 * size), F32, (size,), (1,), 0)
+    return StoredTensor(Storage(SourceFile("source", "f"), "0", F32, size, 0, 4 * size), F32, (size,), (1,), 0)
 
 
 @pytest.mark.parametrize("case", ["layout_accelerate_full", "layout_legacy_stream", "layout_lone_file"])

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from unshard.errors import FormatError
 from unshard.formats.torch_file.limits import Limits
+from unshard.formats.torch_file.refusals import AGAIN
 from unshard.formats.torch_file.slices import FileSlice
 
 END = Struct("<4s4H2LH")
@@ -131,7 +132,7 @@ def _find_end(source: FileSlice) -> tuple[int, bytes]:
         found = tail.rfind(b"PK\x05\x06", 0, found)
     raise FormatError(
         "not a complete file: the archive's directory at its end is missing",
-        hint="the save or the copy was interrupted; copy the file again, or take an earlier checkpoint.",
+        hint=AGAIN,
     )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from unshard.errors import FormatError
 from unshard.formats.torch_file.builder import RecordBuilder
-from unshard.formats.torch_file.kinds import AGAIN, refuse_byte_order
 from unshard.formats.torch_file.limits import MIB, Limits
 from unshard.formats.torch_file.machine import Budget, PickleEndsError
+from unshard.formats.torch_file.refusals import AGAIN, refuse_byte_order
 from unshard.formats.torch_file.slices import FileSlice
 from unshard.formats.torch_file.storages import Location, Storages
 from unshard.formats.torch_file.unpickler import unpickle

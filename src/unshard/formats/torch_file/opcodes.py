@@ -6,14 +6,12 @@ that reach out of the file (extension registry, out-of-band buffers) are refused
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import Any
 
 from unshard.errors import FormatError
+from unshard.formats.torch_file.literals import UINT32, UINT64
 from unshard.formats.torch_file.machine import MEMO_COST, Machine, Operation, PickleEndsError
 
-UINT32 = Struct("<I").unpack_from
-UINT64 = Struct("<Q").unpack_from
 HIGHEST_PROTOCOL = 5
 STORAGE_COST = 8
 

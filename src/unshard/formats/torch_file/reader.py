@@ -9,10 +9,10 @@ from typing import Any, Literal
 from unshard.errors import FormatError
 from unshard.formats.torch_file.archive import read_archive
 from unshard.formats.torch_file.builder import RecordBuilder
-from unshard.formats.torch_file.kinds import HEAD_SIZE, refuse
 from unshard.formats.torch_file.legacy import LegacyStream, is_legacy
 from unshard.formats.torch_file.limits import DEFAULT_LIMITS, Limits
 from unshard.formats.torch_file.machine import Budget
+from unshard.formats.torch_file.refusals import HEAD_SIZE, refuse
 from unshard.formats.torch_file.slices import FileSlice, open_slice
 from unshard.formats.torch_file.storages import Storages
 from unshard.formats.torch_file.unpickler import unpickle

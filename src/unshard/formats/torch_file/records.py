@@ -19,15 +19,13 @@ class Storage:
     """The bytes of one storage in the file.
 
     `offset` is the byte at which the payload begins in `file`, `nbytes` its length. `dtype` is None for untyped
-    storages. `numel` counts elements of `dtype` (bytes if untyped). `location` is the device string, which has no
-    meaning here. `encoding` is that of `tensors.Extent`.
+    storages. `numel` counts elements of `dtype` (bytes if untyped). `encoding` is that of `tensors.Extent`.
     """
 
     file: SourceFile
     key: str
     dtype: DType | None
     numel: int
-    location: str
     offset: int
     nbytes: int
     encoding: str = "plain"

@@ -1,6 +1,6 @@
 """Persistent ids: how a pickle refers to its storages, and which of them the file really holds.
 
-An id is `("storage", class, key, location, numel)`; the legacy stream adds a sixth element, `None` or `(view key,
+An id is `("storage", class, key, device, numel)`; the legacy stream adds a sixth element, `None` or `(view key,
 offset, size)` in elements of the class (torch `serialization.py`, `_save` and `_legacy_save`).
 """
 
@@ -68,30 +68,30 @@ class Storages:
             return reference[1]
         if kind != "storage" or len(reference) not in (5, 6):
             raise FormatError("the pickle refers to something outside of it that is no storage")
-        cls, key, location, numel, *view = reference[1:]
-        key, location = _text(key), _text(location)
-        if not isinstance(cls, Global) or key is None or location is None or type(numel) is not int or numel < 0:
+        cls, key, device, numel, *view = reference[1:]
+        key = _text(key)
+        if not isinstance(cls, Global) or key is None or _text(device) is None or type(numel) is not int or numel < 0:
             raise FormatError("the pickle refers to a storage in a way that torch never writes")
-        storage = self._load_once(cls, key, location, numel)
+        storage = self._load_once(cls, key, numel)
         if view and view[0] is not None:
             return self._view(storage, *view[0])
         return storage
 
-    def _load_once(self, cls: Global, key: str, location: str, numel: int) -> Storage | Opaque:
+    def _load_once(self, cls: Global, key: str, numel: int) -> Storage | Opaque:
         known = self._known.get(key)
         if known is None:
-            storage = self._open(cls, key, location, numel)
+            storage = self._open(cls, key, numel)
             self._known[key] = cls.name, numel, storage
             return storage
         if known[:2] != (cls.name, numel):
             raise FormatError(f"storage {key} is both a {known[0]} of {known[1]} and a {cls.name} of {numel} elements")
         return known[2]
 
-    def _open(self, cls: Global, key: str, location: str, numel: int) -> Storage | Opaque:
+    def _open(self, cls: Global, key: str, numel: int) -> Storage | Opaque:
         if cls.name in STORAGE_TYPES and _is_torch(cls):
             dtype = STORAGE_TYPES[cls.name]
             nbytes = numel * (dtype.itemsize if dtype else 1)
-            return Storage(self._file, key, dtype, numel, location, self._location.find(key, nbytes, numel), nbytes)
+            return Storage(self._file, key, dtype, numel, self._location.find(key, nbytes, numel), nbytes)
         if cls.name in OTHER_ITEM_SIZES and _is_torch(cls):
             self._location.find(key, numel * OTHER_ITEM_SIZES[cls.name], numel)
             return Opaque(cls, (key, numel))

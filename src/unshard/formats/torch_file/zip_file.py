@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from unshard.errors import FormatError
 from unshard.formats.torch_file.archive import STORED, Archive
-from unshard.formats.torch_file.kinds import refuse_byte_order
+from unshard.formats.torch_file.refusals import refuse_byte_order
 
-SAVE_AGAIN = "load it with torch.load and save it again with torch.save."
+SAVE_AGAIN = "load it with torch.load and save it again with torch.save"
 
 
 class TorchZip:
@@ -42,7 +42,7 @@ class TorchZip:
         if self.folder + b"constants.pkl" in names or any(name.startswith(self.folder + b"code/") for name in names):
             raise FormatError(
                 "a TorchScript archive (torch.jit.save), which is a program and no state dict",
-                hint="in PyTorch: torch.save(torch.jit.load(FILE).state_dict(), OUT).",
+                hint="in PyTorch: torch.save(torch.jit.load(FILE).state_dict(), OUT)",
             )
         order = self.folder + b"byteorder"
         if order in names and self._archive.read(order, 16) != b"little":
