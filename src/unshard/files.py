@@ -34,6 +34,12 @@ class OpenFiles:
         self._entries: OrderedDict[SourceFile, _Entry] = OrderedDict()
         self._lock = Lock()
 
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def path(self, file: SourceFile) -> Path:
         """Where a file lies on this machine."""
         return self._roots[file.root] / file.path

@@ -104,8 +104,7 @@ def split_reads(piece: Chunk, most: int) -> Iterator[Read]:
         box = Box(tuple([start for start, _ in bounds]), tuple([stop - start for start, stop in bounds]))
         yield Read(
             piece.extent.offset + sum([at * stride for at, stride in zip(box.offsets, strides, strict=True)]),
-            piece.extent.dtype.itemsize
-            + sum([(size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)]),
+            piece.extent.span(box.sizes),
             box,
             strides,
         )

@@ -38,6 +38,11 @@ class Extent:
     dtype: DType
     encoding: str = "plain"
 
+    def span(self, sizes: Sequence[int]) -> int:
+        """Bytes from the first element of a box of these sizes, which is not empty, to the end of its last."""
+        steps = [(size - 1) * stride for size, stride in zip(sizes, self.strides, strict=True)]
+        return sum(steps) + self.dtype.itemsize
+
     def is_contiguous(self, sizes: Sequence[int]) -> bool:
         """Whether a box of these sizes is one row-major run of bytes. Axes of one element do not count."""
         if 0 in sizes:

@@ -17,7 +17,7 @@ from unshard.tensors import Box, Chunk, Computed, SourceFile, Tensor
 if TYPE_CHECKING:
     import numpy as np
 
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    from unshard.dtypes import Array
 
 WASTE = 4
 """A strided piece is read as one span as long as no more than so many times its bytes are read."""
@@ -76,9 +76,7 @@ class PlainReader:
         if extent.is_contiguous(sizes):
             return self.read_run(extent.file, extent.offset, 0, sizes, extent.dtype)
         needed = chunk.size_in_bytes
-        span = extent.dtype.itemsize + sum(
-            [(size - 1) * stride for size, stride in zip(sizes, extent.strides, strict=True)]
-        )
+        span = extent.span(sizes)
         if span <= max(SMALL_SPAN, WASTE * needed):
             data = self._read(extent.file, extent.offset, span)
             first = data[: extent.dtype.itemsize].view(extent.dtype.numpy)

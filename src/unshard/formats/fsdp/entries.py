@@ -16,13 +16,8 @@ from unshard.formats.state_dict import read_chunk, read_whole
 from unshard.formats.torch_file.records import Opaque, StoredTensor, UnsupportedTensor, WrapperSubclass
 from unshard.tensors import Box, Chunk
 
-_REFUSED = {
-    "Partial": "its values would have to be reduced over ranks",
-    "_Partial": "its values would have to be reduced over ranks",
-    "MaskPartial": "its values would have to be reduced over ranks",
-    "_MaskPartial": "its values would have to be reduced over ranks",
-    "_NormPartial": "its values would have to be reduced over ranks",
-}
+_PARTIAL = frozenset({"Partial", "_Partial", "MaskPartial", "_MaskPartial", "_NormPartial"})
+"""Placements of sums that are still spread over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +161,12 @@ def _read_placement(record: Any) -> Placement:
     if isinstance(record, Opaque) and name in ("Shard", "_StridedShard") and isinstance(record.get("dim"), int):
         split = record.get("split_factor", 0) if name == "_StridedShard" else 0
         return Placement(record.get("dim"), split if isinstance(split, int) and split > 0 else 0)
-    raise FormatError(
-        f"placement {name} cannot be merged: {_REFUSED.get(name, 'its meaning is not known')}",
-        hint="save the tensors after redistributing them to Shard or Replicate" if name in _REFUSED else None,
-    )
+    if name in _PARTIAL:
+        raise FormatError(
+            f"placement {name} cannot be merged: its values would have to be reduced over ranks",
+            hint="save the tensors after redistributing them to Shard or Replicate",
+        )
+    raise FormatError(f"placement {name} cannot be merged: its meaning is not known")
 
 
 def _read_shard_order(record: Any) -> ShardOrder | None:

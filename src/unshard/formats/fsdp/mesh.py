@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from unshard.errors import FormatError
+from unshard.files import OpenFiles
 from unshard.formats.torch_file.records import Opaque, StoredTensor
 from unshard.tensors import row_major_strides
 
@@ -158,10 +159,13 @@ def _read_integers(tensor: StoredTensor, roots: Mapping[str, Path]) -> tuple[int
     storage, count, code = tensor.storage, prod(tensor.shape), _INTEGERS.get(tensor.dtype.name)
     if code is None or storage.encoding != "plain" or count > _MAX_RANKS or tensor.offset:
         return ()
-    with (roots[storage.file.root] / storage.file.path).open("rb") as file:
-        file.seek(storage.offset)
-        data = file.read(min(storage.nbytes, count * tensor.dtype.itemsize))
-    values = array(code, data[: len(data) // tensor.dtype.itemsize * tensor.dtype.itemsize])
+    size = count * tensor.dtype.itemsize
+    if size > storage.nbytes:
+        return ()
+    data = bytearray(size)
+    with OpenFiles(roots) as files:
+        files.read_into(storage.file, storage.offset, memoryview(data))
+    values = array(code, bytes(data))
     if sys.byteorder == "big":
         values.byteswap()
-    return tuple(values) if len(values) == count else ()
+    return tuple(values)

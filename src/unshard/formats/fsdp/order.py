@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from unshard.checkpoint import Checkpoint
 from unshard.errors import ModelError
+from unshard.files import OpenFiles
 from unshard.tensors import Chunk, Tensor
 
 if TYPE_CHECKING:
@@ -157,9 +158,8 @@ def _read_chunk(chunk: Chunk, roots: Mapping[str, Path]) -> Values:
     import numpy as np
 
     extent, sizes = chunk.extent, chunk.box.sizes
-    span = sum([(count - 1) * step for count, step in zip(sizes, extent.strides, strict=True)])
-    with (roots[extent.file.root] / extent.file.path).open("rb") as file:
-        file.seek(extent.offset)
-        data = file.read(span + extent.dtype.itemsize)
+    data = bytearray(extent.span(sizes))
+    with OpenFiles(roots) as files:
+        files.read_into(extent.file, extent.offset, memoryview(data))
     items = np.ndarray(sizes, extent.dtype.numpy, data, strides=extent.strides)
     return items.astype(np.float64)
