@@ -12,9 +12,7 @@ from unshard.errors import UsageError, raise_all
 from unshard.tensors import Tensor
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    from unshard.dtypes import Array
 
 
 class LazyTensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from unshard.run.functions import register
 
 if TYPE_CHECKING:
-    from unshard.run.functions import Array
+    from unshard.dtypes import Array
 
 LORA, DORA, LORA_BIAS = "lora", "dora", "lora_bias"
 

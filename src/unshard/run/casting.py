@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unshard.dtypes import DType
 from unshard.run.results import Rounding
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
 
-    Array = NDArray[Any]
+    from unshard.dtypes import Array
 
 _FIRST_SPECIAL = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 """The bits of +infinity: no finite value has more, and every infinity and NaN has at least these, but for the sign."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unshard.errors import IncompleteError, ModelError, UnshardError
 from unshard.files import OpenFiles
@@ -18,11 +18,8 @@ from unshard.target import Claim
 from unshard.tensors import Chunk, Tensor
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from unshard.dtypes import Array
     from unshard.run.gathering import Gatherer
-
-    Array = NDArray[Any]
 
 
 def check_claims(plan: Plan, settings: Settings, sink: Sink) -> list[UnshardError]:
@@ -57,7 +54,7 @@ class _ClaimCheck:
         return [self._failed[number] for number in sorted(self._failed)]
 
     def _list_bands(self) -> Iterator[tuple[int, int, int]]:
-        """Number of the claim, first element, last element but one."""
+        """(number of the claim, start, stop) of its elements `start <= i < stop`."""
         for number, claim in enumerate(self._claims):
             if claim.left.dtype != claim.right.dtype or claim.left.shape != claim.right.shape:
                 self._failed[number] = _error(claim, "they differ in shape or dtype")

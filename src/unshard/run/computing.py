@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unshard.plan.moves import Compute, Operand
 from unshard.run.casting import cast_into, raw_dtype
@@ -14,9 +14,7 @@ from unshard.run.results import Rounding
 from unshard.tensors import Box, flat_range_boxes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
+    from unshard.dtypes import Array
 
 
 class Operands:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Array: TypeAlias = NDArray[Any]
+    from unshard.dtypes import Array
 
 Function: TypeAlias = Callable[["Sequence[Array]", Mapping[str, object]], "Array"]
 

@@ -16,9 +16,7 @@ from unshard.settings import Settings
 from unshard.tensors import Box, Chunk, Tensor, flat_range_boxes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
+    from unshard.dtypes import Array
 
 
 class Gatherer:
@@ -97,11 +95,8 @@ def read_tensor(tensor: Tensor, roots: Mapping[str, Path], box: Box | None = Non
         tensor = tensor.slice(axis, start, stop)
     out = np.empty(tensor.shape, raw_dtype(tensor.dtype))
     pieces = list({chunk.box: chunk for chunk in tensor.chunks}.values())
-    files = OpenFiles(roots)
-    try:
+    with OpenFiles(roots) as files:
         Gatherer(files, Settings().buffer).gather_whole(pieces, tensor.grid, out, tensor.dtype)
-    finally:
-        files.close()
     return out.view(tensor.dtype.numpy)
 
 

@@ -22,9 +22,7 @@ from unshard.verify.sides import Side
 from unshard.words import count_in_words
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    from unshard.dtypes import Array
 
 
 @dataclass(frozen=True, slots=True)

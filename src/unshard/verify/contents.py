@@ -29,9 +29,7 @@ from unshard.tensors import Box, Chunk, Computed, Tensor, Value
 from unshard.verify.reading import PlainReader
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+    from unshard.dtypes import Array
 
 Mode = Literal["full", "sample"]
 SAMPLED_BAND = 64 << 10
