@@ -11,6 +11,7 @@ from unshard.errors import UnshardError
 from unshard.tensors import SourceFile, Tensor
 
 Shape: TypeAlias = tuple[int, ...]
+Level: TypeAlias = Literal["note", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Note:
 
     text: str
     tensors: tuple[str, ...] = ()
-    level: Literal["note", "warning"] = "note"
+    level: Level = "note"
 
 
 @dataclass(frozen=True, slots=True)

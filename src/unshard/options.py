@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from unshard.errors import UsageError
 from unshard.settings import Settings
 
-DTYPES = ("keep", "bf16", "fp16", "fp32")
-CONTAINERS = ("safetensors", "bin")
-VERIFY_MODES = ("full", "sample", "structure")
+Cast: TypeAlias = Literal["keep", "bf16", "fp16", "fp32"]
+Container: TypeAlias = Literal["safetensors", "bin"]
+VerifyMode: TypeAlias = Literal["full", "sample", "structure"]
+
+DTYPES: tuple[str, ...] = get_args(Cast)
+CONTAINERS: tuple[str, ...] = get_args(Container)
+VERIFY_MODES: tuple[str, ...] = get_args(VerifyMode)
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """Bytes; transformers 4's and the hub's own default."""
@@ -36,17 +40,19 @@ class MergeOptions:
     attention_heads, key_value_heads: used where no config tells; must agree with one that does.
     fuse_lora, adapter_only, lora_alpha: see the LoRA guide.
     shapes_from:    a reference model's directory whose parameter shapes unflatten FSDP1 flat parameters.
+    backend:        what the user says lies there (verl's word); it must agree with what does.
+    settings:       how hard to work.
     """
 
     also: tuple[Path, ...] = ()
     config: Path | None = None
     names: str = "hub"
-    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "keep"
-    container: Literal["safetensors", "bin"] = "safetensors"
+    dtype: Cast = "keep"
+    container: Container = "safetensors"
     max_shard_size: int = DEFAULT_SHARD_SIZE
     overwrite: bool = False
     weights_only: bool = False
-    verify: Literal["full", "sample", "structure"] = "full"
+    verify: VerifyMode = "full"
     check_replicas: bool = False
     tie_embeddings: bool | None = None
     value_model: bool = False

@@ -14,6 +14,7 @@ import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +219,7 @@ def lay_out_header(
         if name in header or not is_unicode(name) or _CONTROL.search(name):
             raise ModelError(f"{_shown(name)} cannot be a tensor's name in a safetensors file")
         starts[name] = end
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        size = prod(shape) * dtype.itemsize
         counted = _in_elements(name, dtype, shape)
         header[name] = {"dtype": dtype.name, "shape": counted, "data_offsets": (end, end + size)}
         end += size

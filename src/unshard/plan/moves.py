@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -50,10 +51,7 @@ class Tile:
 
     @property
     def size(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +82,7 @@ class Compute:
 
     @property
     def size(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
+        return prod(self.shape) * self.dtype.itemsize
 
 
 Move: TypeAlias = Literal | Copy | Tile | Compute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
@@ -88,17 +88,6 @@ class Computed:
             for cut in self.deeper
         ]
         return replace(one, shape=one.shape[1:], inputs=tuple(inputs), banded=deeper[0], deeper=tuple(deeper[1:]))
-
-    def unstack(self, axis: int = 0) -> tuple[Computed, ...]:
-        """All tensors along the first axis, without that axis."""
-        return tuple([self.select(axis, index) for index in range(self.shape[axis])])
-
-    def split(self, axis: int, sizes: Sequence[int]) -> tuple[Computed, ...]:
-        """Consecutive pieces of the given sizes, which must add up to the axis."""
-        if sum(sizes) != self.shape[axis]:
-            raise ValueError(f"{self.name}: pieces of {tuple(sizes)} do not add up to {self.shape[axis]}")
-        stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        return tuple([self.slice(axis, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)])
 
 
 Value: TypeAlias = Tensor | Computed

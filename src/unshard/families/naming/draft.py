@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from unshard.checkpoint import Note
+from unshard.checkpoint import Level, Note
 from unshard.errors import UnshardError
 from unshard.model import Model
 from unshard.target import Claim
@@ -35,7 +35,7 @@ class Draft:
         """All tensors under their stored names."""
         return cls(dict(tensors), {name: (name,) for name in tensors})
 
-    def note(self, text: str, tensors: tuple[str, ...] = (), level: Literal["note", "warning"] = "note") -> None:
+    def note(self, text: str, tensors: tuple[str, ...] = (), level: Level = "note") -> None:
         self.notes.append(Note(text, tensors, level))
 
     def drop(self, name: str, reason: str) -> Value:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from zlib import crc32
 
 from unshard.dtypes import DType
@@ -62,10 +63,7 @@ def lay_out_archive(stem: str, entries: Sequence[tuple[str, DType, tuple[int, ..
     archive.add("byteorder", b"little")
     offsets: dict[str, int] = {}
     for number, (name, dtype, shape) in enumerate(entries):
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        offsets[name] = archive.reserve(f"data/{number}", size)
+        offsets[name] = archive.reserve(f"data/{number}", prod(shape) * dtype.itemsize)
     archive.add("version", b"3\n")
     digest = int.from_bytes(hashlib.sha256(pickled).digest(), "big")
     archive.add(".data/serialization_id", f"{digest % 10**40:040d}".encode("ascii"))

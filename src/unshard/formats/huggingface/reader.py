@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError, command_line
@@ -19,6 +20,8 @@ from unshard.tensors import SourceFile, Tensor
 from unshard.words import items_in_words, one_line, shorten
 
 _SUFFIX = ".safetensors"
+Result = TypeVar("Result")
+
 _DCP_METADATA = "DCP_SHARDING_INFO"
 """Written by torch's HuggingFaceStorageWriter where a file holds pieces of tensors (torch/distributed/checkpoint)."""
 
@@ -92,7 +95,7 @@ class _Catalog:
     notes: list[Note] = field(default_factory=list)
     problems: list[UnshardError] = field(default_factory=list)
 
-    def attempt(self, reading: Callable[[], Any]) -> Any:
+    def attempt(self, reading: Callable[[], Result]) -> Result | None:
         """The result of `reading`, or None and a problem more."""
         try:
             return reading()
@@ -102,10 +105,7 @@ class _Catalog:
 
     def side_files(self, directory: Path) -> tuple[dict[str, Any] | None, tuple[Asset, ...]]:
         """The parsed config and the assets."""
-        found: tuple[dict[str, Any] | None, tuple[Asset, ...]] | None = self.attempt(
-            lambda: find_assets(directory, "source")
-        )
-        return found or (None, ())
+        return self.attempt(lambda: find_assets(directory, "source")) or (None, ())
 
     def read(self, weights: Weights) -> None:
         """Fill in the tensors of the weights files, and all that is wrong with them."""
@@ -126,7 +126,7 @@ class _Catalog:
             self.notes.append(Note(f"not read, as transformers does not read them either: {_some(leftovers)}"))
         reader = _read_safetensors if weights.kind == "safetensors" else _read_bin
         for name in files:
-            found = self.attempt(lambda name=name: reader(self._path(name), self.places[name]))  # type: ignore[misc]
+            found = self.attempt(partial(reader, self._path(name), self.places[name]))
             if found is not None:
                 self._take(name, found)
         if index:
