@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.checkpoint import Note
 from unshard.model_files import is_adapter_file, is_weights_file
-from unshard.tensors import Tensor, Value
+from unshard.tensors import Computed, Tensor, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +73,10 @@ class Target:
     def weights(self) -> list[Value]:
         """Every tensor of every weights file."""
         return [value for file in self.files if file.holds_weights for _, value in file.tensors]
+
+    @property
+    def sources(self) -> Iterator[Tensor]:
+        """Every tensor whose bytes reach the output, as they are or computed with."""
+        for file in self.files:
+            for _, value in file.tensors:
+                yield from value.inputs if isinstance(value, Computed) else (value,)

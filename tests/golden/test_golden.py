@@ -124,6 +124,22 @@ class TestMissingRanks:
         assert self._merge_without((1, 3), tmp_path) == IncompleteError.exit_code
         assert re.search(r"rank.*1.*3", capsys.readouterr().err, re.DOTALL)
 
+    @pytest.mark.parametrize(
+        ("options", "sentence"),
+        [([], "? not proven: that all replicas hold"), (["--check-replicas"], "+ all replicas hold")],
+    )
+    def test_the_report_says_whether_replicas_were_compared(
+        self, options: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["merge", str(self.CASE / "ckpt"), str(tmp_path / "output"), *options]) == 0
+        assert f" {sentence} the same bytes" in capsys.readouterr().out
+
+    def test_a_checkpoint_without_replicas_says_nothing_of_them(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["merge", str(COMMITTED / "fsdp2_w4" / "ckpt"), str(tmp_path / "output")]) == 0
+        assert "replicas" not in capsys.readouterr().out
+
     def _merge_without(self, ranks: tuple[int, ...], place: Path) -> int:
         shutil.copytree(self.CASE / "ckpt", place / "ckpt")
         for rank in ranks:

@@ -25,21 +25,14 @@ def compile_plan(target: Target, *, check_replicas: bool = False) -> Plan:
     layout has holes or overlaps, which is a mistake of the code that laid it out.
     """
     problems: dict[str, UnshardError] = {}
-    for tensor in (*_tensors_written(target), *_tensors_claimed(target)):
+    for tensor in (*target.sources, *_tensors_claimed(target)):
         for problem in prove_coverage(tensor):
             problems.setdefault(problem.message, problem)
     raise_all(list(problems.values()))
     claims = target.claims
     if check_replicas:
-        claims += replica_claims(_tensors_written(target))
+        claims += replica_claims(target.sources)
     return Plan(target.roots, tuple([_compile_file(file) for file in target.files]), claims)
-
-
-def _tensors_written(target: Target) -> Iterator[Tensor]:
-    """All tensors whose bytes reach the output, as they are or computed with."""
-    for file in target.files:
-        for _, value in file.tensors:
-            yield from value.inputs if isinstance(value, Computed) else (value,)
 
 
 def _tensors_claimed(target: Target) -> Iterator[Tensor]:

@@ -18,6 +18,11 @@ def replica_claims(tensors: Iterable[Tensor]) -> tuple[Claim, ...]:
     return tuple([claim for tensor in tensors for claim in _claims(tensor)])
 
 
+def has_replicas(tensors: Iterable[Tensor]) -> bool:
+    """Whether anything lies there twice, in different bytes."""
+    return any(next(_claims(tensor), None) is not None for tensor in tensors)
+
+
 def _claims(tensor: Tensor) -> Iterator[Claim]:
     groups = group_replicas(tensor)
     if len(groups) == len(tensor.chunks):

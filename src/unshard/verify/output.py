@@ -8,6 +8,7 @@ from time import monotonic
 
 from unshard.errors import UnshardError, VerificationError, raise_all
 from unshard.options import MergeOptions
+from unshard.plan.replicas import has_replicas
 from unshard.report.events import Sink
 from unshard.report.report import Verification
 from unshard.target import Target, TargetFile
@@ -35,8 +36,7 @@ def verify_output(target: Target, output: Path, family: str | None, options: Mer
         result = check_contents([*pairs, *side_files], target.roots, roots, options.verify, options.settings, sink)
         raise_all(result.problems)
         compared = result.size
-    computed = any(isinstance(pair.expected, Computed) for pair in pairs)
-    findings = _describe_findings(target, options, family, compared, computed=computed)
+    findings = _describe_findings(target, options, family, compared)
     seconds = monotonic() - started
     return Verification(options.verify, compared, seconds, tuple(findings.proven), tuple(findings.unproven))
 
@@ -68,9 +68,7 @@ def _describe(value: Value) -> str:
     return f"{value.dtype} {list(value.shape)}"
 
 
-def _describe_findings(
-    target: Target, options: MergeOptions, family: str | None, compared: int, *, computed: bool
-) -> Findings:
+def _describe_findings(target: Target, options: MergeOptions, family: str | None, compared: int) -> Findings:
     """What this verification proved, and what it did not."""
     findings = Findings()
     findings.add_structure(safetensors=options.container == "safetensors")
@@ -84,7 +82,9 @@ def _describe_findings(
     else:
         findings.unproven.append("the contents, which were not read back; `--verify full` compares all")
     findings.add_architecture(family, is_adapter=target.is_adapter)
-    if computed:
+    if has_replicas(target.sources):
+        findings.add_replicas(compared=options.check_replicas)
+    if any(isinstance(value, Computed) for value in target.weights):
         findings.unproven.append("that computed values are right beyond their recomputation: they were rounded once")
     findings.add_limit()
     return findings

@@ -33,6 +33,13 @@ class Findings:
         else:
             self.unproven.append("that the names are right for the architecture: no family of unshard knows it")
 
+    def add_replicas(self, *, compared: bool) -> None:
+        """Several ranks hold the same pieces; one of each was read."""
+        if compared:
+            self.proven.append("all replicas hold the same bytes")
+        else:
+            self.unproven.append("that all replicas hold the same bytes; `--check-replicas` compares them")
+
     def add_limit(self) -> None:
         """What no comparison of bytes can show."""
         self.unproven.append("that the model answers well: load it and ask it something")
