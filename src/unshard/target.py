@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from unshard.checkpoint import Note
 from unshard.model_files import is_adapter_file, is_weights_file
@@ -72,7 +72,16 @@ class Target:
     @property
     def weights(self) -> list[Value]:
         """Every tensor of every weights file."""
-        return [value for file in self.files if file.holds_weights for _, value in file.tensors]
+        return [value for values in self.weights_by_directory.values() for value in values]
+
+    @property
+    def weights_by_directory(self) -> Mapping[str, Sequence[Value]]:
+        """Directory, relative to the output ("." for itself) → every tensor of its weights files."""
+        found: dict[str, list[Value]] = {}
+        for file in self.files:
+            if file.holds_weights:
+                found.setdefault(str(PurePosixPath(file.path).parent), []).extend([value for _, value in file.tensors])
+        return found
 
     @property
     def sources(self) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from time import monotonic
 
 from unshard.errors import UnshardError, VerificationError, raise_all
@@ -42,11 +42,9 @@ def verify_output(target: Target, output: Path, family: str | None, options: Mer
 
 
 def _pair(target: Target, found: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Pair]:
-    for file in target.files:
-        if file.holds_weights:
-            directory = str(PurePosixPath(file.path).parent)
-            for _, value in file.tensors:
-                yield Pair(value, found[directory][value.name])
+    for directory, values in target.weights_by_directory.items():
+        for value in values:
+            yield Pair(value, found[directory][value.name])
 
 
 def _pair_side_file(file: TargetFile) -> Iterator[Pair]:

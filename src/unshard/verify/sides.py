@@ -104,11 +104,9 @@ def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
 
 
 def _planned_tensors(target: Target) -> Iterator[tuple[str, Value]]:
-    for file in target.files:
-        if file.holds_weights:
-            directory = str(PurePosixPath(file.path).parent)
-            for _, value in file.tensors:
-                yield _name_in(directory, value.name), value
+    for directory, values in target.weights_by_directory.items():
+        for value in values:
+            yield _name_in(directory, value.name), value
 
 
 def _planned_adapters(target: Target) -> Iterator[tuple[str, Mapping[str, Any]]]:

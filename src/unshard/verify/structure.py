@@ -55,14 +55,10 @@ def read_weights(target: Target, output: Path) -> Mapping[str, Mapping[str, Tens
 
     Raises VerificationError where a directory does not hold exactly the planned names.
     """
-    expected: dict[str, list[str]] = {}
-    for file in target.files:
-        if file.holds_weights:
-            names = expected.setdefault(str(PurePosixPath(file.path).parent), [])
-            names += [value.name for _, value in file.tensors]
     tensors: dict[str, Mapping[str, Tensor]] = {}
     problems: list[UnshardError] = []
-    for directory, names in expected.items():
+    for directory, values in target.weights_by_directory.items():
+        names = [value.name for value in values]
         catalog = HuggingFace().read(Source(output / directory))
         problems += catalog.problems
         missing = [name for name in names if name not in catalog.tensors]
