@@ -27,7 +27,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One contiguous span of a source file to one contiguous span of the output: no byte passes through user space."""
+    """One contiguous span of a source file to one contiguous span of the output, byte for byte."""
 
     destination: int
     size: int

@@ -1,9 +1,10 @@
 """Contents, checked from the source's side: chunk by chunk, against the bytes found in the output.
 
-This is a second path on purpose. It does not look at the plan and shares no code with the engine that ran it: where an
-output tensor lies is read from the output's own headers, source and output are read by plain `pread`, and every element
-must have been met exactly as often as it exists. What it takes for granted is the mapping (which source elements an
-output name stands for), and it says so.
+This is a second path on purpose. It does not look at the plan, and nothing that placed, gathered, cast or wrote a byte
+serves it: where an output tensor lies is read from the output's own headers, source and output are read by plain
+`pread`, and every element must have been met exactly as often as it exists. What it takes for granted is the mapping
+(which source elements an output name stands for, which of several replicas was read) and, for computed tensors, the
+registered function itself; and it says so.
 """
 
 from __future__ import annotations
