@@ -9,7 +9,7 @@ stored nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -94,24 +94,12 @@ def unflatten(
     state dict as they are (parameters that FSDP ignored, buffers).
     """
     units = {strip_components(name)[: -len(FLAT_PARAM)]: flat for name, flat in flats.items()}
-    members: dict[str, list[str]] = {unit: [] for unit in units}
-    homeless: list[str] = []
-    tied: dict[str, str] = {}
     known = {strip_components(name) for name in taken}
-    for name in shapes:
-        unit = next((prefix for prefix in _prefixes(name) if prefix in units), None)
-        if name in known:
-            continue
-        if unit is None:
-            homeless.append(name)
-        elif original := fragments.find_original(name, members[unit]):
-            tied[name] = original
-        else:
-            members[unit].append(name)
+    found = _assign([name for name in shapes if name not in known], list(units), fragments)
     problems: list[UnshardError] = []
-    if homeless:
-        problems.append(ModelError(f"no flat parameter holds {items_in_words(homeless)}", hint=_HINT))
-    strangers = [flat.name for unit, flat in units.items() if not members[unit]]
+    if found.homeless:
+        problems.append(ModelError(f"no flat parameter holds {items_in_words(found.homeless)}", hint=_HINT))
+    strangers = [flat.name for unit, flat in units.items() if not found.members[unit]]
     if strangers:
         problems.append(
             IncompleteError(
@@ -123,26 +111,13 @@ def unflatten(
         return {}, problems
     tensors: dict[str, Tensor] = {}
     for unit, flat in units.items():
+        members = found.members[unit]
         try:
-            names = _in_order(flat, members[unit], fragments, find_order)
+            names = _in_order(flat, members, fragments, find_order)
+            tensors |= _take_apart(flat, {name: shapes[name] for name in names}, fragments, world_size)
         except UnshardError as error:
             problems.append(error)
-            continue
-        sizes = {name: prod(shapes[name]) for name in names}
-        starts = _find_starts(flat, sizes, fragments, world_size)
-        if starts is None:
-            problems.append(
-                ModelError(
-                    f"{flat.name} has {flat.size} elements, but the {len(sizes)} parameters of the known shapes that "
-                    f"belong to it have {sum(sizes.values())}, and no padding of FSDP makes them fit",
-                    hint=_HINT,
-                )
-            )
-            continue
-        for name, start in starts.items():
-            piece = flat.slice(0, start, start + sizes[name])
-            tensors[name] = piece.reshape(shapes[name]).rename(name)
-    tensors |= {name: tensors[original].rename(name) for name, original in tied.items() if original in tensors}
+    tensors |= {name: tensors[original].rename(name) for name, original in found.tied.items() if original in tensors}
     return {name: tensors[name] for name in shapes if name in tensors}, problems
 
 
@@ -156,6 +131,47 @@ def shapes_unknown(flats: Sequence[str]) -> UnshardError:
         "not say which parameters of which shapes lie in them",
         hint=_HINT,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """Which parameters lie in which flat parameter.
+
+    members:  module of the flat parameter, with its dot → names; homeless: names that lie in none.
+    tied:     name → that of the parameter whose memory it shares.
+    """
+
+    members: dict[str, list[str]]
+    homeless: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+def _assign(names: Iterable[str], units: Sequence[str], fragments: Fragments) -> _Assignment:
+    """Give every parameter to the innermost unit that it lies in."""
+    found = _Assignment({unit: [] for unit in units})
+    for name in names:
+        unit = next((prefix for prefix in _prefixes(name) if prefix in found.members), None)
+        if unit is None:
+            found.homeless.append(name)
+        elif original := fragments.find_original(name, found.members[unit]):
+            found.tied[name] = original
+        else:
+            found.members[unit].append(name)
+    return found
+
+
+def _take_apart(flat: Tensor, shapes: Mapping[str, Shape], fragments: Fragments, world_size: int) -> dict[str, Tensor]:
+    """The parameters in a flat parameter, in their order in it. Raises ModelError where these are not all of it."""
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
+    starts = _find_starts(flat, sizes, fragments, world_size)
+    if starts is None:
+        raise ModelError(
+            f"{flat.name} has {flat.size} elements, but the {len(sizes)} parameters of the known shapes that belong "
+            f"to it have {sum(sizes.values())}, and no padding of FSDP makes them fit",
+            hint=_HINT,
+        )
+    pieces = {name: flat.slice(0, start, start + sizes[name]) for name, start in starts.items()}
+    return {name: piece.reshape(shapes[name]).rename(name) for name, piece in pieces.items()}
 
 
 def _in_order(flat: Tensor, names: Sequence[str], fragments: Fragments, find_order: FindOrder | None) -> Sequence[str]:
