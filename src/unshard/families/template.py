@@ -6,7 +6,7 @@ Everything here is inert data that is expanded against a config; nothing of it r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from unshard.checkpoint import Shape
@@ -151,10 +151,6 @@ class Family:
     heads: tuple[str, ...] = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification")
     rules: tuple[Rule, ...] = ()
     defaults: Mapping[str, Default] = field(default_factory=dict)
-
-    def rename(self, model_type: str, prefix: str) -> Family:
-        """The same family under another name, for those that differ in nothing else."""
-        return replace(self, model_type=model_type, prefix=prefix)
 
     def all_defaults(self) -> Mapping[str, Default]:
         return {**COMMON_DEFAULTS, **self.defaults}
