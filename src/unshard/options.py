@@ -13,7 +13,7 @@ Cast: TypeAlias = Literal["keep", "bf16", "fp16", "fp32"]
 Container: TypeAlias = Literal["safetensors", "bin"]
 VerifyMode: TypeAlias = Literal["full", "sample", "structure"]
 
-DTYPES: tuple[str, ...] = get_args(Cast)
+DTYPE_CHOICES: tuple[str, ...] = get_args(Cast)
 CONTAINERS: tuple[str, ...] = get_args(Container)
 VERIFY_MODES: tuple[str, ...] = get_args(VerifyMode)
 
@@ -67,7 +67,7 @@ class MergeOptions:
 
     def __post_init__(self) -> None:
         """Raise UsageError for a word that is not among the choices."""
-        chosen = {"dtype": DTYPES, "container": CONTAINERS, "verify": VERIFY_MODES}
+        chosen = {"dtype": DTYPE_CHOICES, "container": CONTAINERS, "verify": VERIFY_MODES}
         for name, choices in chosen.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is {getattr(self, name)!r}, which is none of {', '.join(choices)}")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from unshard.cli.parser import braces, count, one_of, path
 from unshard.errors import UsageError
+from unshard.report.events import Message
+from unshard.report.printers import Printer
 
 _SHARED = ("--backend", "--local_dir", "--tie-word-embedding", "--is-value-model", "--help")
 _TODAY = (*_SHARED, "--trust-remote-code", "--use_cpu_initialization")
@@ -67,8 +69,8 @@ def add_model_words(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-key-value-heads", type=count, metavar="N", help="used where no config tells")
 
 
-def list_idle(arguments: argparse.Namespace) -> list[str]:
-    """A sentence for each given option that has nothing left to do."""
+def tell_idle(arguments: argparse.Namespace, printer: Printer) -> None:
+    """A note for each given option that has nothing left to do."""
     sentences = [
         f"`{option}` has nothing left to do: {reason}"
         for name, (option, reason) in NOTHING_LEFT_TO_DO.items()
@@ -76,7 +78,8 @@ def list_idle(arguments: argparse.Namespace) -> list[str]:
     ]
     if getattr(arguments, "private", False) and arguments.hf_upload_path is None:
         sentences.append("`--private` has nothing to do: without `--hf_upload_path` nothing is uploaded")
-    return sentences
+    for sentence in sentences:
+        printer.sink(Message("note", sentence))
 
 
 def choose_one(positional: Path | None, named: Path | None, words: tuple[str, str]) -> Path | None:
@@ -100,6 +103,14 @@ def source_of(arguments: argparse.Namespace) -> Path:
     if source is None:
         raise UsageError("SRC is missing: no checkpoint was given", hint=f"unshard {arguments.command} --help")
     return source
+
+
+def read_places(arguments: argparse.Namespace, printer: Printer) -> tuple[Path, Path | None]:
+    """SRC and OUT of a merge, in whatever words; notes tell which others have nothing left to do."""
+    share_positionals(arguments, "output")
+    places = source_of(arguments), find_target(arguments)
+    tell_idle(arguments, printer)
+    return places
 
 
 def find_target(arguments: argparse.Namespace) -> Path | None:

@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", nargs="?", type=options.path, metavar="SRC", help="a checkpoint, or a run that holds one"
-    )
-    parser.add_argument("output", nargs="?", type=options.path, metavar="OUT", help="where to write the model")
-    options.add_source_options(parser)
-    options.add_model_options(parser)
-    options.add_output_options(parser)
-    options.add_engine_options(parser)
+    options.add_merge_options(parser, output="where to write the model")
     compat.add_options(parser, merges=True)
 
 
@@ -33,13 +26,10 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     from unshard import hub
     from unshard.report.render import print_report
 
-    compat.share_positionals(arguments, "output")
-    source, output = compat.source_of(arguments), compat.find_target(arguments)
+    source, output = compat.read_places(arguments, printer)
     if output is None:
         hint = command_line("unshard", "merge", source, "OUT")
         raise UsageError("OUT is missing: no place to write to was given", hint=hint)
-    for sentence in compat.list_idle(arguments):
-        printer.sink(Message("note", sentence))
     repository = arguments.hf_upload_path
     if repository is not None:
         hub.check_upload(repository)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from rich_argparse import RawDescriptionRichHelpFormatter
 
 from unshard.errors import UsageError
-from unshard.options import CONTAINERS, DTYPES, VERIFY_MODES
+from unshard.options import CONTAINERS, DTYPE_CHOICES, VERIFY_MODES
 from unshard.report.console import make_console
 from unshard.report.printers import write_out
 
@@ -192,6 +192,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory", type=size, metavar="SIZE", help="what all buffers may take (default: 64MiB)")
 
 
+def add_merge_options(parser: argparse.ArgumentParser, output: str) -> None:
+    """SRC, OUT (`output` says what for) and every option of ours that a merge has."""
+    parser.add_argument("source", nargs="?", type=path, metavar="SRC", help="a checkpoint, or a run that holds one")
+    parser.add_argument("output", nargs="?", type=path, metavar="OUT", help=output)
+    add_source_options(parser)
+    add_model_options(parser)
+    add_output_options(parser)
+    add_engine_options(parser)
+
+
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Where the pieces lie."""
     group = parser.add_argument_group("source")
@@ -214,7 +224,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What should come out."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--dtype", type=one_of(DTYPES, _DTYPE_SYNONYMS), default="keep", metavar=braces(DTYPES),
+        "--dtype", type=one_of(DTYPE_CHOICES, _DTYPE_SYNONYMS), default="keep", metavar=braces(DTYPE_CHOICES),
         help="round floating-point tensors to this type; keep (default) changes no bit",
     )  # fmt: skip
     group.add_argument(

@@ -19,17 +19,8 @@ if TYPE_CHECKING:
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", nargs="?", type=options.path, metavar="SRC", help="a checkpoint, or a run that holds one"
-    )
-    parser.add_argument(
-        "output", nargs="?", type=options.path, metavar="OUT", help="where a merge would write; it is checked, too"
-    )
+    options.add_merge_options(parser, output="where a merge would write; it is checked, too")
     parser.add_argument("--save", type=options.path, metavar="FILE", help="write the plan as JSON to FILE")
-    options.add_source_options(parser)
-    options.add_model_options(parser)
-    options.add_output_options(parser)
-    options.add_engine_options(parser)
     compat.add_options(parser, merges=True)
 
 
@@ -38,10 +29,7 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     from unshard.preparing import prepare
     from unshard.run.preflight import check_output
 
-    compat.share_positionals(arguments, "output")
-    source, output = compat.source_of(arguments), compat.find_target(arguments)
-    for sentence in compat.list_idle(arguments):
-        printer.sink(Message("note", sentence))
+    source, output = compat.read_places(arguments, printer)
     if arguments.hf_upload_path is not None:
         printer.sink(Message("note", "a plan uploads nothing: `--hf_upload_path` is for `merge`"))
     prepared = prepare(source, requests.merge_options(arguments))

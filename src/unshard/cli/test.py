@@ -8,7 +8,6 @@ from unshard.cli import compat
 from unshard.cli import parser as options
 from unshard.cli.verify import add_tolerance, judge
 from unshard.errors import UsageError, command_line
-from unshard.report.events import Message
 from unshard.report.printers import Printer
 
 
@@ -33,6 +32,5 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     if reference is None:
         hint = command_line("unshard", "test", source, "--test_hf_dir", "HF_DIR")
         raise UsageError("HF_DIR is missing: no model to compare with was given", hint=hint)
-    for sentence in compat.list_idle(arguments):
-        printer.sink(Message("note", sentence))
+    compat.tell_idle(arguments, printer)
     return judge(arguments, printer, source, reference)
