@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TypeAlias
 
 from unshard.dtypes import DType
-from unshard.tensors.tensor import Tensor
+from unshard.tensors.tensor import Shaped, Tensor
 
 Cut: TypeAlias = tuple[int | None, ...]
 """Per input, the axis that is cut with the same bounds as one axis of the output; None where it is needed whole."""
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Shaped):
     """A tensor whose elements are computed from others by a registered pure function (`run.functions`).
 
     function:   the registered name; parameters: its JSON parameters.
@@ -32,18 +31,6 @@ class Computed:
     inputs: tuple[Tensor, ...]
     banded: Cut
     deeper: tuple[Cut, ...] = ()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def size_in_bytes(self) -> int:
-        return self.size * self.dtype.itemsize
 
     def rename(self, name: str) -> Computed:
         return replace(self, name=name)

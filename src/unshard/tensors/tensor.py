@@ -24,8 +24,31 @@ Factors: TypeAlias = tuple[tuple[int, ...], ...]
 """Per public axis, the grid axes that it is the row-major product of."""
 
 
+class Shaped:
+    """What stored and computed tensors have in common."""
+
+    __slots__ = ()
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def size_in_bytes(self) -> int:
+        """Bytes of the whole tensor in its dtype (not in the stored one)."""
+        return self.size * self.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Shaped):
     """A named tensor made of chunks. Frozen: every operation returns a new one.
 
     dtype:   the type of the elements once read; a chunk stored in another type is cast when it is moved.
@@ -51,20 +74,6 @@ class Tensor:
     def grid(self) -> tuple[int, ...]:
         """The shape on which the chunks' boxes lie; row-major the same as `shape`."""
         return tuple([size for group in self.factors for size in group])
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def size_in_bytes(self) -> int:
-        """Bytes of the whole tensor in its dtype (not in the stored one)."""
-        return self.size * self.dtype.itemsize
 
     @property
     def is_cast(self) -> bool:
