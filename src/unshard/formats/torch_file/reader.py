@@ -12,7 +12,7 @@ from unshard.formats.torch_file.builder import RecordBuilder
 from unshard.formats.torch_file.legacy import LegacyStream, is_legacy
 from unshard.formats.torch_file.limits import DEFAULT_LIMITS, Limits
 from unshard.formats.torch_file.machine import Budget
-from unshard.formats.torch_file.refusals import HEAD_SIZE, refuse
+from unshard.formats.torch_file.refusals import CHANGED, HEAD_SIZE, refuse
 from unshard.formats.torch_file.slices import FileSlice, open_slice
 from unshard.formats.torch_file.storages import Storages
 from unshard.formats.torch_file.unpickler import unpickle
@@ -54,11 +54,14 @@ def read_torch_file(
 
 def _read(source: FileSlice, file: SourceFile, limits: Limits) -> TorchFile:
     head = source.read_at_most(0, HEAD_SIZE)
-    if head.startswith(b"PK\x03\x04"):
-        return _read_zip(source, file, limits)
-    if is_legacy(head):
-        root, seen = LegacyStream(source, file, limits).read()
-        return TorchFile(root, "legacy", seen)
+    try:
+        if head.startswith(b"PK\x03\x04"):
+            return _read_zip(source, file, limits)
+        if is_legacy(head):
+            root, seen = LegacyStream(source, file, limits).read()
+            return TorchFile(root, "legacy", seen)
+    except FormatError as error:
+        raise FormatError(error.message, hint=error.hint or CHANGED) from error.__cause__
     raise refuse(source, head)
 
 

@@ -9,6 +9,7 @@ from unshard.formats.torch_file.slices import FileSlice
 
 HEAD_SIZE = 512
 AGAIN = "the save or the copy was interrupted; copy the file again, or take an earlier checkpoint"
+CHANGED = "the file was changed after torch.save wrote it; copy it again, or take an earlier checkpoint"
 
 SIGNATURES: tuple[tuple[bytes, str, str | None], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself", "git lfs pull"),
