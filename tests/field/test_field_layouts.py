@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from field_helpers import copy_case, edit_json, merge, refuse, same, truth, warnings
+from field_cases import copy_case, edit_json, merge, refuse, same, truth, warnings
 
 import unshard
 from fsdp_bytes import REPLICATE, Mesh, RankFile, numbers, rank_path, world, write_json, write_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from field_helpers import copy_case, edit_json, merge, refuse, same, truth, warnings, words
+from field_cases import copy_case, edit_json, merge, refuse, same, truth, warnings, words
 
 from fsdp_bytes import Array, numbers, world, write_json, write_ranks
 from golden.tensor_files import read_tensors

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from field_helpers import copy_case, edit_json, merge, refuse, same, truth
+from field_cases import copy_case, edit_json, merge, refuse, same, truth
 
 import unshard
 from fsdp_bytes import numbers, world, write_json, write_ranks

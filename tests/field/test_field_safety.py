@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from field_helpers import copy_case, merge, refuse, same, truth
+from field_cases import copy_case, merge, refuse, same, truth
 
 import torch_bytes as opcodes
 import unshard

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from field_helpers import copy_case, edit_json, merge, refuse, rewrite_case, same, truth, truth_arrays, words
+from field_cases import copy_case, edit_json, merge, refuse, rewrite_case, same, truth, truth_arrays, words
 
 import unshard
 from fsdp_bytes import Mesh, RankFile, numbers, rank_path, world, write_json, write_ranks

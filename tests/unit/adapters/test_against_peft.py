@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import peft_models as oracle  # noqa: E402
 from reference import Disk  # noqa: E402
 from unshard.adapters import Split, fuse_all, split  # noqa: E402
 from unshard.options import MergeOptions  # noqa: E402
-from unshard.tensors import Computed  # noqa: E402
+from unshard.tensors import Computed, Tensor  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -205,16 +206,20 @@ def test_several_adapters_come_out_apart(tmp_path: Path) -> None:
         assert oracle.logits(loaded).equal(oracle.logits(trained.model))
 
 
-def test_only_the_lora_tensors_were_saved(tmp_path: Path) -> None:
-    trained, disk = make(CASES[2]), Disk()
-    tensors = {name: t for name, t in oracle.store(trained.state(), disk).items() if "lora_" in name}
+def load_alone(tensors: Mapping[str, Tensor], disk: Disk, directory: Path) -> Any:
+    """The model with the adapter that tensors without a base make, loaded by PEFT."""
     told = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
     result = split(oracle.checkpoint(tensors, told), tensors, MergeOptions())
     assert result.problems == ()
     assert result.base == {}
-    loaded = peft.PeftModel.from_pretrained(
-        oracle.build("qwen2"), oracle.write(result.adapters[0], disk, tmp_path / "adapter")
-    ).eval()
+    adapter = oracle.write(result.adapters[0], disk, directory / "adapter")
+    return peft.PeftModel.from_pretrained(oracle.build("qwen2"), adapter).eval()
+
+
+def test_only_the_lora_tensors_were_saved(tmp_path: Path) -> None:
+    trained, disk = make(CASES[2]), Disk()
+    tensors = {name: t for name, t in oracle.store(trained.state(), disk).items() if "lora_" in name}
+    loaded = load_alone(tensors, disk, tmp_path)
     assert oracle.logits(loaded).equal(oracle.logits(trained.model))
 
 
@@ -222,13 +227,7 @@ def test_the_adapters_file_was_saved_in_shards(tmp_path: Path) -> None:
     """`get_peft_model_state_dict` through FSDP: file names, without the adapter's name."""
     trained, disk = make(next(case for case in CASES if case.label == "whole modules")), Disk()
     tensors = oracle.store(peft.get_peft_model_state_dict(trained.model), disk)
-    told = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
-    result = split(oracle.checkpoint(tensors, told), tensors, MergeOptions())
-    assert result.problems == ()
-    assert result.base == {}
-    loaded = peft.PeftModel.from_pretrained(
-        oracle.build("qwen2"), oracle.write(result.adapters[0], disk, tmp_path / "adapter")
-    ).eval()
+    loaded = load_alone(tensors, disk, tmp_path)
     assert oracle.logits(loaded).equal(oracle.logits(trained.model))
 
 
