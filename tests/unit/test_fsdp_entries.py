@@ -156,11 +156,18 @@ class TestMesh:
             record("torch.distributed.device_mesh.DeviceMesh", _layout=layout((2,), (1,)), _coordinate_on_dim=(2,)),
             record("torch.distributed.device_mesh.DeviceMesh", _layout=layout((2,), (1,)), _coordinate_on_dim=None),
             record("torch.distributed.device_mesh.DeviceMesh", _layout=layout((2, 2), (2, 1)), _coordinate_on_dim=(1,)),
+            record("torch.distributed.device_mesh.DeviceMesh", _layout=layout(("2",), (1,)), _coordinate_on_dim=(0,)),
+            record("torch.distributed.device_mesh.DeviceMesh", _layout=record("m._MeshLayout", axes=7)),
+            record("torch.distributed.device_mesh.DeviceMesh", _layout=record("m._MeshLayout", axes=(7,))),
         ],
     )
     def test_what_is_no_mesh(self, mesh: Any) -> None:
         with pytest.raises(FormatError):
             self.read(mesh)
+
+    @pytest.mark.parametrize("names", [7, "fsdp", (1,), ([],), {"fsdp": 2}])
+    def test_names_of_other_kinds_are_none(self, names: Any) -> None:
+        assert self.read(mesh_of((2,), (0,), names)).names == ("dim0",)
 
 
 class TestDTensor:
@@ -290,6 +297,30 @@ class TestDTensor:
         with pytest.raises(UnshardError, match="w, rank 0: "):
             reader().read("w", value)
 
+    @pytest.mark.parametrize("lie", [None, 7, {}, "rows", (7,), ((),), ({"dim": 0},)])
+    @pytest.mark.parametrize("field", ["placements", "shard_order", "mesh"])
+    def test_a_spec_of_other_kinds_of_values(self, field: str, lie: Any) -> None:
+        value = dtensor((4,), stored((2,)), mesh_of((2,), (0,)), placement("Shard", dim=0))
+        value.state["_spec"].state[field] = lie
+        if field == "shard_order" and not isinstance(lie, tuple):
+            assert boxes(reader().read("w", value)) == ["[0:2]"]
+        else:
+            with pytest.raises(FormatError, match="w, rank 0: "):
+                reader().read("w", value)
+
+    @pytest.mark.parametrize("entry", [(0,), (0, 5), ("0", (0,)), (0, ("0",)), (0, ([],)), (0, (0,) * 1000)])
+    def test_a_shard_order_of_other_kinds_of_values(self, entry: Any) -> None:
+        value = dtensor((4,), stored((2,)), mesh_of((2,), (0,)), placement("Shard", dim=0), shard_order=(entry,))
+        with pytest.raises(FormatError, match=r"w, rank 0: .*shard order"):
+            reader().read("w", value)
+
+    def test_two_shards_on_a_mesh_of_one_dimension(self) -> None:
+        """The order of torch 2.2 to 2.4 is that of two mesh dimensions; here there is no second one."""
+        shards = (placement("Shard", OLD_PLACEMENTS, dim=0), placement("Shard", OLD_PLACEMENTS, dim=0))
+        value = dtensor((4,), stored((1,)), mesh_of((4,), (0,)), *shards, cls="torch.distributed._tensor.api")
+        with pytest.raises(FormatError, match="2 placements on a mesh of 1 dimensions"):
+            reader().read("w", value)
+
     def test_the_mesh_tells_who_wrote_the_file(self) -> None:
         one = reader(0)
         one.read("w", dtensor((4,), stored((1,)), mesh_of((4,), (3,)), placement("Shard", dim=0)))
@@ -331,6 +362,14 @@ class TestShardedTensor:
         value = sharded((5, 2), ((3, 0), stored((2, 2))))
         value.state[0][0].state["metadata"].state["shard_sizes"] = [1, 2]
         with pytest.raises(IncompleteError, match=r"w, rank 0: holds a shard of \(2, 2\), but .*\(1, 2\)"):
+            reader().read("w", value)
+
+    @pytest.mark.parametrize("lie", [None, 7, "rows", (3, "0"), ([], []), {0: 3}])
+    @pytest.mark.parametrize("field", ["shard_offsets", "shard_sizes"])
+    def test_metadata_of_other_kinds_of_values(self, field: str, lie: Any) -> None:
+        value = sharded((5, 2), ((3, 0), stored((2, 2))))
+        value.state[0][0].state["metadata"].state[field] = lie
+        with pytest.raises(FormatError, match="w, rank 0: "):
             reader().read("w", value)
 
     @pytest.mark.parametrize("state", [None, (), ([], None), ("shards", None, None, None, None)])

@@ -13,6 +13,9 @@ from unshard.tensors import Box, Chunk, Extent
 NESTING_KEYS = ("model", "state_dict", "module", "model_state_dict")
 """Under which trainers put the model's state dict beside the optimizer's."""
 
+MAX_ENTRIES = 500_000
+"""Of one state dict. The largest models, with every expert by itself, have a fifth of that."""
+
 QUANTISERS = frozenset({"bitsandbytes", "torchao", "transformer_engine", "hqq", "quanto", "optimum"})
 """Packages whose Tensor subclasses hold packed values: `Params4bit`, `Float8Tensor`, … Other subclasses are plain."""
 
@@ -36,6 +39,8 @@ def find_state_dict(root: Any, place: str) -> tuple[Mapping[str, Any], dict[str,
         if nested:
             left_out = {str(key): f"lies beside the model's {nested[0]!r}" for key in root if key != nested[0]}
             root = root[nested[0]]
+    if len(root) > MAX_ENTRIES:
+        raise FormatError(f"{place}: a state dict of {len(root):,} entries; at most {MAX_ENTRIES:,} are read")
     names = {name: value for name, value in root.items() if isinstance(name, str)}
     left_out |= {repr(name): "its key is not a name" for name in root if not isinstance(name, str)}
     return names, left_out

@@ -10,12 +10,16 @@ from typing import Any
 
 from unshard.dtypes import DType
 from unshard.errors import FormatError, IncompleteError
-from unshard.formats.fsdp.mesh import Mesh, read_mesh
+from unshard.formats.fsdp.mesh import MAX_DIMS, Mesh, count_listed, read_mesh
 from unshard.formats.fsdp.placements import REPLICATE, Placement, ShardOrder, share_of_rank
 from unshard.formats.state_dict import read_chunk, read_whole
 from unshard.formats.torch_file.records import Opaque, StoredTensor, UnsupportedTensor, WrapperSubclass
 from unshard.tensors import Box, Chunk
 
+_MAX_CHUNKS = 1 << 20
+"""Pieces of tensors in one rank's file. Their records are kept until all ranks are read, half a kilobyte each."""
+_MAX_LISTED = 1 << 27
+"""Ranks that the meshes of one file list, all together. From torch 2.10 on each parameter may bring its own mesh."""
 _PARTIAL = frozenset({"Partial", "_Partial", "MaskPartial", "_MaskPartial", "_NormPartial"})
 """Placements of sums that are still spread over the ranks."""
 
@@ -55,6 +59,8 @@ class RankReader:
     recorded: set[int] = field(default_factory=set)
     world: int = 0
     _meshes: dict[int, Mesh] = field(default_factory=dict)
+    _listed: int = 0
+    _chunks: int = 0
 
     def read(self, name: str, value: StoredTensor | WrapperSubclass | UnsupportedTensor) -> Part:
         """The part of tensor `name` in this rank's file.
@@ -84,9 +90,9 @@ class RankReader:
         if not isinstance(local, StoredTensor) or not isinstance(spec, Opaque):
             raise FormatError(f"a DTensor whose local part is {_class_of(local)}, which cannot be read")
         mesh = self._mesh(spec.get("mesh"))
-        placements = tuple([_read_placement(record) for record in spec.get("placements") or ()])
+        placements = _read_placements(spec.get("placements"))
         order = _read_shard_order(spec.get("shard_order"))
-        reordered = not self.is_fsdp1 and _is_tp_first(value, spec, placements)
+        reordered = not self.is_fsdp1 and len(mesh.sizes) == 2 and _is_tp_first(value, spec, placements)
         laid = _tp_first(placements, mesh.sizes) if reordered else placements
         try:
             share = share_of_rank(value.shape, laid, mesh.sizes, mesh.coordinate, order)
@@ -99,6 +105,7 @@ class RankReader:
                 f"gives it {share.shape} of {value.shape}",
                 hint="the file was changed after it was written, or its placements were recorded wrongly",
             )
+        self._count_chunks(len(share.pieces))
         chunks = tuple([read_chunk(local, box, here, self.rank) for box, here in share.pieces])
         return Part("DTensor", local.dtype, value.shape, chunks, words, mesh, reordered)
 
@@ -110,6 +117,7 @@ class RankReader:
         shards, _, group, _, _ = state
         if isinstance(group, Opaque):
             self._note_writer(group.get("global_rank"), group.get("global_world_size"))
+        self._count_chunks(len(shards))
         chunks: list[Chunk] = []
         dtype = value.dtype
         for shard in shards:
@@ -127,9 +135,17 @@ class RankReader:
         """The mesh of a record; the tensors of a file share a handful of them."""
         mesh = self._meshes.get(id(record))
         if mesh is None:
+            self._listed += count_listed(record)
+            if self._listed > _MAX_LISTED:
+                raise FormatError("the device meshes of this file list more ranks than any cluster has")
             mesh = self._meshes[id(record)] = read_mesh(record, self.roots, self.rank)
             self._note_writer(mesh.rank, mesh.world_size)
         return mesh
+
+    def _count_chunks(self, count: int) -> None:
+        self._chunks += count
+        if self._chunks > _MAX_CHUNKS:
+            raise FormatError(f"the tensors of this file are cut into more than {_MAX_CHUNKS:,} pieces")
 
     def _note_writer(self, rank: Any, world: Any) -> None:
         if isinstance(rank, int):
@@ -140,18 +156,32 @@ class RankReader:
 
 def _read_shard(tensor: StoredTensor, place: Opaque, shape: tuple[int, ...], rank: int) -> list[Chunk]:
     """The chunk of one `Shard` of a ShardedTensor; none if it has no elements."""
-    offsets, sizes = tuple(place.get("shard_offsets") or ()), tuple(place.get("shard_sizes") or ())
+    offsets, sizes = _read_counts(place.get("shard_offsets")), _read_counts(place.get("shard_sizes"))
     if tensor.shape != sizes:
         raise IncompleteError(f"holds a shard of {tensor.shape}, but its metadata says {sizes} at {offsets}")
     if not prod(sizes):
         return []
     try:
         box = Box(offsets, sizes)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise FormatError(str(error)) from None
     if not box.fits(shape):
         raise IncompleteError(f"holds a shard {box}, which is outside the tensor's shape {shape}")
     return [read_chunk(tensor, box, Box.whole(sizes), rank)]
+
+
+def _read_counts(values: Any) -> tuple[int, ...]:
+    """Offsets or sizes: a list, or a tuple such as torch.Size."""
+    if not isinstance(values, (tuple, list)) or not all(isinstance(value, int) for value in values):
+        raise FormatError("a shard whose metadata cannot be read")
+    return tuple(values)
+
+
+def _read_placements(records: Any) -> tuple[Placement, ...]:
+    """`DTensorSpec.placements`, one per mesh dimension."""
+    if not isinstance(records, (tuple, list)) or len(records) > MAX_DIMS:
+        raise FormatError("a DTensor whose placements cannot be read")
+    return tuple([_read_placement(record) for record in records])
 
 
 def _read_placement(record: Any) -> Placement:
@@ -173,8 +203,14 @@ def _read_shard_order(record: Any) -> ShardOrder | None:
     """`DTensorSpec.shard_order`: a tuple of `ShardOrderEntry(tensor_dim, mesh_dims)`, or None."""
     if not isinstance(record, tuple):
         return None
-    entries = [entry.args if isinstance(entry, Opaque) else entry for entry in record]
-    return tuple([(entry[0], tuple(entry[1])) for entry in entries if len(entry) == 2])
+    order: list[tuple[int, tuple[int, ...]]] = []
+    for entry in record[:MAX_DIMS]:
+        match entry.args if isinstance(entry, Opaque) else entry:
+            case (int(dim), (*axes,)) if len(axes) <= MAX_DIMS and all(isinstance(axis, int) for axis in axes):
+                order.append((dim, tuple(axes)))
+            case _:
+                raise FormatError("a DTensor whose shard order cannot be read")
+    return tuple(order)
 
 
 def _is_tp_first(value: WrapperSubclass, spec: Opaque, placements: tuple[Placement, ...]) -> bool:

@@ -23,7 +23,12 @@ from unshard.files import OpenFiles
 from unshard.formats.torch_file.records import Opaque, StoredTensor
 from unshard.tensors import row_major_strides
 
+MAX_DIMS = 64
+"""Dimensions of a mesh, and sizes that one of them was flattened from; torch's tensors have no more either."""
+_MAX_NESTING = 3
 _MAX_RANKS = 1 << 20
+_ROOTS = ("_root_mesh", "_parent_mesh")
+_RANK_LISTS = ("_flatten_rank_map", "_flatten_mesh_list")
 _INTEGERS = {"I64": "q", "I32": "i"}
 
 
@@ -64,7 +69,7 @@ def read_mesh(record: Any, roots: Mapping[str, Path], rank: int | None) -> Mesh:
         sizes, ranks = _read_mesh_tensor(record, roots)
         names = record.get("mesh_dim_names")
     coordinate = _read_coordinate(record, sizes, ranks, rank)
-    names = tuple([str(name) for name in names or ()])
+    names = tuple([name for name in names if isinstance(name, str)]) if isinstance(names, (tuple, list)) else ()
     if len(names) != len(sizes):
         names = tuple([f"dim{number}" for number in range(len(sizes))])
     here = record.get("_rank")
@@ -82,11 +87,13 @@ def _read_layout(record: Opaque) -> tuple[tuple[int, ...], Sequence[int]]:
     if not isinstance(layout, Opaque):
         raise FormatError("a device mesh without a layout")
     axes = layout.get("axes")
-    if axes is not None:
+    if isinstance(axes, (tuple, list)):
         shapes = [axis.get("shape", ()) if isinstance(axis, Opaque) else None for axis in axes]
     else:
         shape = layout.get("shape", ())
         shapes = list(shape) if isinstance(shape, tuple) else [shape]
+    if len(shapes) > MAX_DIMS:
+        raise FormatError(f"a device mesh of {len(shapes)} dimensions")
     return tuple([_volume(shape) for shape in shapes]), _integers(record.get("_flatten_rank_map"))
 
 
@@ -131,7 +138,7 @@ def _rank_at(record: Opaque, sizes: tuple[int, ...], ranks: Sequence[int], coord
 
 def _world_size(record: Opaque, ranks: Sequence[int]) -> int | None:
     """The ranks of the root mesh; it is the whole world in all frameworks that we know."""
-    for key in ("_root_mesh", "_parent_mesh"):
+    for key in _ROOTS:
         root = record.get(key)
         if isinstance(root, Opaque):
             listed = _integers(root.get("_flatten_rank_map") or root.get("_flatten_mesh_list"))
@@ -140,12 +147,23 @@ def _world_size(record: Opaque, ranks: Sequence[int]) -> int | None:
     return max(max(ranks) + 1, len(ranks)) if ranks else None
 
 
-def _volume(shape: Any) -> int:
-    if isinstance(shape, (tuple, list)):
-        return prod([_volume(part) for part in shape])
+def count_listed(record: Any) -> int:
+    """How many ranks the record of a mesh lists, which is what reading it costs."""
+    records = [record, *[record.get(key) for key in _ROOTS]] if isinstance(record, Opaque) else []
+    meshes = [mesh for mesh in records if isinstance(mesh, Opaque)]
+    lists = [mesh.get(key) for mesh in meshes for key in _RANK_LISTS]
+    tensors = [mesh.get("mesh") for mesh in meshes]
+    return sum([len(values) for values in lists if isinstance(values, (tuple, list))]) + sum(
+        [prod(tensor.shape) for tensor in tensors if isinstance(tensor, StoredTensor)]
+    )
+
+
+def _volume(shape: Any, nesting: int = 0) -> int:
+    if isinstance(shape, (tuple, list)) and len(shape) <= MAX_DIMS and nesting < _MAX_NESTING:
+        return prod([_volume(part, nesting + 1) for part in shape])
     if isinstance(shape, int) and 0 < shape <= _MAX_RANKS:
         return shape
-    raise FormatError(f"a device mesh with a dimension of {shape!r}")
+    raise FormatError(f"a device mesh with a dimension of {shape if isinstance(shape, int) else type(shape).__name__}")
 
 
 def _integers(values: Any) -> tuple[int, ...]:

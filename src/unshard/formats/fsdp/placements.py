@@ -48,7 +48,8 @@ class Share(NamedTuple):
 
 REPLICATE = Placement(None)
 
-_MAX_PIECES = 1 << 16
+_MAX_PIECES = 1 << 12
+"""Of one tensor on one rank. FSDP2 on top of tensor parallelism leaves as many as the latter has ranks."""
 
 
 def chunk(runs: Runs, count: int, index: int) -> Runs:
@@ -60,7 +61,12 @@ def chunk(runs: Runs, count: int, index: int) -> Runs:
 
 
 def strided_chunk(runs: Runs, split: int, count: int, index: int) -> Runs:
-    """What a `_StridedShard` of `split` leaves: the `index`-th of `count` pieces of each of the `split` pieces."""
+    """What a `_StridedShard` of `split` leaves: the `index`-th of `count` pieces of each of the `split` pieces.
+
+    Raises ValueError where those are too many.
+    """
+    if split * len(runs) > _MAX_PIECES:
+        raise ValueError(f"a _StridedShard of {split} cuts {len(runs)} pieces into too many")
     parts = [run for piece in range(split) for run in chunk(chunk(runs, split, piece), count, index)]
     return _joined(parts)
 
@@ -115,7 +121,7 @@ def runs_of_dim(
     return runs
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=256)
 def share_of_rank(
     shape: tuple[int, ...],
     placements: tuple[Placement, ...],
