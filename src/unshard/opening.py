@@ -38,16 +38,21 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
             hint="leave `--backend` out: the format is detected",
         )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
-
     ordered = _shapes_in_order(reference) if reference else None
 
     def known_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
-        return ordered or (_shapes_of(reference) if reference else _family_shapes(config))
+        return _family_shapes(config) if reference is None else ordered or _shapes_of(reference)
 
     checkpoint = found.read(Source(place, options.also, known_shapes, None if ordered else reference))
     if place.resolve() != path.resolve():
         checkpoint = replace(checkpoint, notes=(Note(explain(path, place)), *checkpoint.notes))
     return _with_config(checkpoint, options.config) if options.config else checkpoint
+
+
+def _given_config(place: Path | None) -> Mapping[str, Any] | None:
+    """The config that `--config` brings; None where it brings none, which is said later."""
+    file = place / CONFIG if place is not None and place.is_dir() else place
+    return read_config(file) if file is not None and file.is_file() else None
 
 
 def _shapes_in_order(reference: Checkpoint) -> Mapping[str, Shape] | None:

@@ -21,7 +21,7 @@ MAY_KNOW = {
     "adapters": {*VALUES, "model_config", "run.functions"},
     "families": {*VALUES, "model_config", "wrappers"},
     "plan": VALUES,
-    "run": {*VALUES, "files", "plan", "report.events"},
+    "run": {*VALUES, "files", "plan", "report.events", "report.meter"},
 }
 """Room → the rooms and modules that it may import. What reports, verifies and takes commands may know all of them."""
 

@@ -12,7 +12,8 @@ from unshard.errors import IncompleteError, ModelError, UnshardError
 from unshard.files import OpenFiles
 from unshard.plan.moves import Plan
 from unshard.report.events import Sink
-from unshard.run.threads import Meter, run_threads
+from unshard.report.meter import Meter
+from unshard.run.threads import run_threads
 from unshard.settings import Settings
 from unshard.target import Claim
 from unshard.tensors import Chunk, Tensor

@@ -8,6 +8,7 @@ from unshard.errors import raise_all
 from unshard.files import OpenFiles
 from unshard.plan.moves import Plan, PlannedFile
 from unshard.report.events import Message, Sink
+from unshard.report.meter import Meter
 from unshard.run.claims import check_claims
 from unshard.run.copying import Copier
 from unshard.run.jobs import Worker
@@ -15,7 +16,7 @@ from unshard.run.preflight import check_output
 from unshard.run.publish import stage
 from unshard.run.results import Rounding, RunResult
 from unshard.run.schedule import Schedule
-from unshard.run.threads import Budget, Meter, run_threads
+from unshard.run.threads import Budget, run_threads
 from unshard.run.writing import Output
 from unshard.settings import Settings
 
@@ -42,7 +43,7 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
                 sink(Message("note", f"left in place beside the model: {', '.join(staging.foreign)}"))
             rounded = _write(plan, settings, Schedule(plan.files, settings, open_output), meter)
             staging.publish()
-        return RunResult(plan.size, meter.seconds, rounded)
+        return RunResult(meter.seconds, rounded)
 
 
 def _write(plan: Plan, settings: Settings, schedule: Schedule, meter: Meter) -> dict[str, Rounding]:
@@ -56,7 +57,7 @@ def _write(plan: Plan, settings: Settings, schedule: Schedule, meter: Meter) -> 
         worker = Worker(files, Copier(files), settings, budget)
         workers.append(worker)
         while (assignment := schedule.take()) is not None:
-            assignment.task.run(worker, assignment.output)
+            assignment.task.run(worker, assignment.lane.output)
             meter.add(assignment.task.size)
             schedule.give_back(assignment)
 

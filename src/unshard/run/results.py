@@ -24,8 +24,7 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`bytes` of all files written, wall `seconds`, and per tensor that was cast or computed what became of it."""
+    """Wall `seconds`, and per tensor that was cast or computed what became of it."""
 
-    bytes: int
     seconds: float
     rounded: Mapping[str, Rounding]

@@ -63,7 +63,6 @@ class Assignment:
 
     lane: Lane
     task: Task
-    output: Output
 
 
 class Schedule:
@@ -132,4 +131,4 @@ class Schedule:
         assert task is not None
         lane.active += 1
         lane.advance()
-        return Assignment(lane, task, lane.output)
+        return Assignment(lane, task)

@@ -1,4 +1,4 @@
-"""Threads that stop together, memory that they share, and progress that they report."""
+"""Threads that stop together, and memory that they share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Condition, Lock, Thread
-from time import monotonic
+from threading import Condition, Thread
 
-from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
-
-_QUIET = 0.02
-"""Seconds between two reports of progress."""
 _PATIENCE = 0.1
 """Seconds after which a waiting thread looks whether it has missed something."""
 
@@ -102,39 +97,3 @@ class Budget:
             with self._changed:
                 self._used -= size
                 self._changed.notify_all()
-
-
-class Meter:
-    """Progress of a phase, summed over threads and told now and then. A context: it starts and finishes the phase."""
-
-    def __init__(self, sink: Sink, phase: str, total: int) -> None:
-        self._sink, self._phase, self._total = sink, phase, total
-        self._lock = Lock()
-        self._untold = 0
-        self._started = self._told = monotonic()
-
-    def __enter__(self) -> Meter:
-        self._sink(PhaseStarted(self._phase, self._total))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._tell()
-            self._sink(PhaseFinished(self._phase, self.seconds))
-
-    @property
-    def seconds(self) -> float:
-        """Wall time since the start."""
-        return monotonic() - self._started
-
-    def add(self, size: int) -> None:
-        """So many bytes more are done."""
-        with self._lock:
-            self._untold += size
-            if monotonic() - self._told >= _QUIET:
-                self._tell()
-
-    def _tell(self) -> None:
-        if self._untold:
-            self._sink(Advanced(self._phase, self._untold))
-        self._untold, self._told = 0, monotonic()

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import PurePosixPath
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from unshard.model_files import ADAPTER_CONFIG
 from unshard.plan.partition import narrow
-from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
+from unshard.report.events import Sink
+from unshard.report.meter import Meter
 from unshard.run.functions import split_rows
 from unshard.settings import Settings
 from unshard.tensors import Box, Computed, Value
@@ -104,29 +104,29 @@ ADAPTER_SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rsl
 
 def compare(left: Side, right: Side, tolerance: Tolerance, settings: Settings, sink: Sink) -> Comparison:
     """Compare all tensors of two models in bounded memory, and the settings of adapters that both have."""
-    started = monotonic()
     pairs = _pair(left, right)
     total = sum(value.size_in_bytes for value, _ in pairs.values())
-    sink(PhaseStarted("compare", total))
-    with PlainReader(left.roots) as left_reader, PlainReader(right.roots) as right_reader:
+    with (
+        Meter(sink, "compare", total) as meter,
+        PlainReader(left.roots) as left_reader,
+        PlainReader(right.roots) as right_reader,
+    ):
 
         def one(name: str) -> TensorComparison:
             a, b = pairs[name]
             result = _compare_values(name, (a, b), (left_reader, right_reader), tolerance, settings.buffer)
-            sink(Advanced("compare", a.size_in_bytes))
+            meter.add(a.size_in_bytes)
             return result
 
         with ThreadPoolExecutor(settings.jobs, thread_name_prefix="compare") as pool:
             tensors = tuple(pool.map(one, pairs))
-    seconds = monotonic() - started
-    sink(PhaseFinished("compare", seconds))
     return Comparison(
         tensors,
         tuple([name for name in left.tensors if name not in pairs]),
         tuple([name for name in right.tensors if name not in pairs]),
         tuple(_compare_settings(left, right)),
         total,
-        seconds,
+        meter.seconds,
         tolerance,
     )
 

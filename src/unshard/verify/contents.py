@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from threading import local
-from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
 from unshard.errors import UnshardError, VerificationError
 from unshard.plan.coverage import primary_chunks
 from unshard.plan.partition import narrow
-from unshard.report.events import Advanced, PhaseFinished, PhaseStarted, Sink
+from unshard.report.events import Sink
+from unshard.report.meter import Meter
 from unshard.run.functions import split_rows
 from unshard.settings import Settings
 from unshard.tensors import Box, Chunk, Computed, Tensor, Value
@@ -52,10 +51,9 @@ class Pair:
 
 @dataclass(slots=True)
 class ContentsResult:
-    """What was compared, and every difference (at most one line per tensor and chunk)."""
+    """Bytes that were compared, and every difference (at most one line per tensor and chunk)."""
 
     size: int = 0
-    tensors: int = 0
     problems: list[UnshardError] = field(default_factory=list)
 
 
@@ -73,23 +71,20 @@ def check_contents(
     `settings.memory`; the work is spread over `settings.jobs` threads.
     """
     band_size = settings.buffer if mode == "full" else min(settings.buffer, SAMPLED_BAND)
-    result = ContentsResult(tensors=len(pairs))
-    started = monotonic()
-    sink(PhaseStarted("verify", sum(pair.expected.size_in_bytes for pair in pairs)))
-    workers = local()
+    result = ContentsResult()
+    total = sum(pair.expected.size_in_bytes for pair in pairs)
+    with (
+        Meter(sink, "verify", total) as meter,
+        PlainReader(expected_roots) as sources,
+        PlainReader(found_roots) as outputs,
+    ):
+        comparer = _Comparer(sources, outputs)
 
-    def reader() -> _Comparer:
-        if not hasattr(workers, "comparer"):
-            workers.comparer = _Comparer(sources, outputs)
-        comparer: _Comparer = workers.comparer
-        return comparer
+        def check(task: _Task) -> tuple[int, list[UnshardError]]:
+            done = task.run(comparer)
+            meter.add(task.size)
+            return done
 
-    def check(task: _Task) -> tuple[int, list[UnshardError]]:
-        done = task.run(reader())
-        sink(Advanced("verify", task.size))
-        return done
-
-    with PlainReader(expected_roots) as sources, PlainReader(found_roots) as outputs:
         tasks = [task for pair in pairs for task in _tasks(pair, band_size, mode)]
         with ThreadPoolExecutor(settings.jobs, thread_name_prefix="verify") as pool:
             for compared, problems in pool.map(check, tasks):
@@ -98,7 +93,6 @@ def check_contents(
     if len(result.problems) > SHOWN_PROBLEMS:
         left = len(result.problems) - SHOWN_PROBLEMS
         result.problems[SHOWN_PROBLEMS:] = [VerificationError(f"… and {left} more differences")]
-    sink(PhaseFinished("verify", monotonic() - started))
     return result
 
 
@@ -163,7 +157,7 @@ def _sample(bands: Sequence[Box], chunks: Sequence[Chunk], seed: str) -> list[Bo
 
 
 class _Comparer:
-    """One thread's eyes: reads both sides and compares them."""
+    """Reads both sides and compares them. Shared by threads."""
 
     def __init__(self, sources: PlainReader, outputs: PlainReader) -> None:
         self.sources, self.outputs = sources, outputs

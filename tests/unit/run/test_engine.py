@@ -100,7 +100,6 @@ def test_every_kind_of_move(tmp_path: Path, doubled: str, jobs: int, buffer: int
     todo, expected = every_move(tmp_path, doubled)
     result = run_plan(todo, tmp_path / "out", Settings(jobs, 1 << 16, buffer), ignore)
     assert tree(tmp_path / "out") == expected
-    assert result.bytes == sum(len(data) for data in expected.values())
     assert {name: found.elements for name, found in result.rounded.items()} == {"columns": 3840, "computed": 3840}
 
 
