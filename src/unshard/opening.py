@@ -39,9 +39,10 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
         )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
     ordered = _shapes_in_order(reference) if reference else None
+    given = _given_config(options.config)
 
     def known_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
-        return _family_shapes(config) if reference is None else ordered or _shapes_of(reference)
+        return _family_shapes(given or config) if reference is None else ordered or _shapes_of(reference)
 
     checkpoint = found.read(Source(place, options.also, known_shapes, None if ordered else reference))
     if place.resolve() != path.resolve():

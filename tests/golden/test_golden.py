@@ -147,6 +147,26 @@ class TestMissingRanks:
         return main(["merge", str(place / "ckpt"), str(place / "output")])
 
 
+class TestFlatParametersWithoutConfig:
+    """Shapes come from the config that `--config` brings as well as from one beside the ranks."""
+
+    def test_a_given_config_unflattens(self, tmp_path: Path) -> None:
+        case, source = COMMITTED / "fsdp1_local", self._without_config(tmp_path)
+        for given in (case / "truth", case / "truth" / "config.json"):
+            output = tmp_path / f"output_of_{given.name}"
+            assert main(["merge", str(source), str(output), "--config", str(given)]) == 0
+            assert_equal(read_tensors(output), read_tensors(case / "truth"))
+
+    def test_without_any_the_hint_names_both_ways(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["merge", str(self._without_config(tmp_path)), str(tmp_path / "output")]) != 0
+        assert re.search(r"--config DIR, or .* --shapes-from DIR", capsys.readouterr().err)
+
+    def _without_config(self, place: Path) -> Path:
+        source = place / "ckpt"
+        shutil.copytree(COMMITTED / "fsdp1_local" / "ckpt", source, ignore=shutil.ignore_patterns("huggingface"))
+        return source
+
+
 class TestOldTorch:
     """Files of torch 2.1 and 2.4, whose classes have other names and states."""
 

@@ -124,12 +124,12 @@ def unflatten(
 _HINT = "name a Hugging Face directory of the same model with --shapes-from DIR"
 
 
-def shapes_unknown(flats: Sequence[str]) -> UnshardError:
-    """The problem of a checkpoint with flat parameters whose shapes nobody knows."""
+def shapes_unknown(flats: Sequence[str], *, has_config: bool) -> UnshardError:
+    """The problem of a checkpoint with flat parameters whose shapes nobody knows; a config is of no known family."""
     return IncompleteError(
         f"{len(flats)} FSDP1 flat parameters ({items_in_words(flats, 4)}): the file does "
         "not say which parameters of which shapes lie in them",
-        hint=_HINT,
+        hint=_HINT if has_config else f"give the model's config.json with --config DIR, or {_HINT}",
     )
 
 

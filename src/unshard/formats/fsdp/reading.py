@@ -189,7 +189,7 @@ class _Reading:
             return tensors
         shapes: Mapping[str, Shape] | None = self.source.known_shapes(config)
         if shapes is None:
-            self.problems.append(shapes_unknown(list(flats)))
+            self.problems.append(shapes_unknown(list(flats), has_config=config is not None))
             return tensors
         rest = {name: tensor for name, tensor in tensors.items() if name not in flats}
         parameters, problems = unflatten(flats, shapes, self.fragments, rest, ranks, self._order_finder())
