@@ -22,6 +22,7 @@ _MAX_DIRECTORIES = 4096
 _NEVER_ENTERED = re.compile(
     r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optimizer(_\d+)?|lora_adapter|rollout.*"
 )
+_STEP = re.compile(r"[0-9]{1,18}")
 _MAX_TRACKER = 1 << 16
 _TRACKERS = {
     "latest_checkpointed_iteration.txt": None,
@@ -101,9 +102,10 @@ def _read_step(file: Path, key: str | None) -> int | None:
     try:
         with file.open("rb") as stream:
             text = stream.read(_MAX_TRACKER).decode().strip()
-        return int(text if key is None else json.loads(text)[key])
+        step = str(text if key is None else json.loads(text)[key])
     except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return None
+    return int(step) if _STEP.fullmatch(step) else None
 
 
 def explain(path: Path, place: Path) -> str:
@@ -184,7 +186,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A sort key by which step 9 comes before step 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,18})", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", name)]
 
 
 def _several(start: Path, candidates: Sequence[tuple[Format, Path]]) -> UnshardError:

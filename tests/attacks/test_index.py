@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -153,6 +154,13 @@ def test_a_file_that_is_a_link_to_nothing_is_told(sharded: Path) -> None:
     (sharded / SECOND).unlink()
     (sharded / SECOND).symlink_to("nothing")
     assert "cannot be read" in messages(read(sharded))
+
+
+@pytest.mark.parametrize("name", [INDEX, SECOND])
+def test_a_named_pipe_is_told_and_not_waited_for(sharded: Path, name: str) -> None:
+    (sharded / name).unlink()
+    os.mkfifo(sharded / name)
+    assert "not a regular file" in messages(read(sharded))
 
 
 def test_without_an_index_missing_shards_are_told(sharded: Path) -> None:

@@ -98,10 +98,17 @@ class TestTrackers:
         assert "says that step 11 is the latest, but neither global_step_11" in text
         assert f"unshard inspect {run / 'global_step_10'}" in text
 
-    @pytest.mark.parametrize("text", ["", "release", "9" * 5000, "[1]", "\udcff"])
+    @pytest.mark.parametrize(
+        "text", ["", "release", "9" * 19, "9" * 5000, "-9", "9.0", "1_0", "\u00b2", "../9", "[1]", "\udcff"]
+    )
     def test_a_tracker_that_names_no_step_is_no_tracker(self, text: str, run: Path) -> None:
         for name in ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json"):
             (run / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert "2 checkpoints lie below" in refusal(run)
+
+    @pytest.mark.parametrize("step", ["-9", "9.0", "1e999", "NaN", "true", "[9]", "9" * 4000])
+    def test_a_json_tracker_whose_step_is_no_number_of_a_step(self, step: str, run: Path) -> None:
+        (run / "checkpoint_tracker.json").write_text(f'{{"last_global_step": {step}}}')
         assert "2 checkpoints lie below" in refusal(run)
 
 
@@ -112,6 +119,11 @@ class TestSeveral:
         assert [line.split(":")[0] for line in lines] == [str(run / f"global_step_{step}/actor") for step in (9, 10)]
         assert "2 FSDP rank files" in lines[0]
         assert f"hint: name the one that is meant: unshard inspect {run / 'global_step_10/actor'}" in text
+
+    @pytest.mark.parametrize("name", ["²", "1²", "①", "step_٣"])
+    def test_directories_with_digits_of_all_kinds(self, name: str, run: Path) -> None:
+        ranks(run / name / "actor")
+        assert name in refusal(run)
 
     def test_actor_and_critic(self, run: Path) -> None:
         ranks(run / "global_step_9/critic")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from unshard.errors import FormatError
-from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file
+from unshard.formats.huggingface.assets import find_assets, find_stray_link, is_tokenizer_file
 
 KEPT = (
     "LICENSE",
@@ -117,6 +118,29 @@ def test_a_link_to_nothing_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("nothing")
     with pytest.raises(FormatError, match="cannot be read"):
         find_assets(tmp_path, "source")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "LICENSE"])
+def test_what_is_no_file_is_told_at_once(tmp_path: Path, name: str) -> None:
+    """A named pipe without a writer would be waited for."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FormatError, match=f"{name}: not a regular file"):
+        find_assets(tmp_path, "source")
+
+
+def test_links_out_of_the_directory_are_found_and_those_of_a_hub_cache_are_none(tmp_path: Path) -> None:
+    write(tmp_path, "model/config.json", "secret", "hub/blobs/1234", "hub/snapshots/main/LICENSE", "hub/blobs.txt")
+    model, snapshot = tmp_path / "model", tmp_path / "hub/snapshots/main"
+    (model / "tokenizer.json").symlink_to("../secret")
+    (model / "vocab.json").symlink_to("config.json")
+    (snapshot / "config.json").symlink_to("../../blobs/1234")
+    (snapshot / "vocab.json").symlink_to("../../blobs.txt")
+    (tmp_path / "link").symlink_to("model")
+    assert find_stray_link(tmp_path / "link", "tokenizer.json") == tmp_path / "secret"
+    assert find_stray_link(snapshot, "vocab.json") == tmp_path / "hub/blobs.txt"
+    inside = [(tmp_path / "link", "config.json"), (model, "vocab.json"), (snapshot, "LICENSE")]
+    for place, name in [*inside, (snapshot, "config.json")]:
+        assert find_stray_link(place, name) is None
 
 
 def test_what_belongs_to_the_tokenizer() -> None:

@@ -67,6 +67,17 @@ def test_one_file_and_the_side_files(tmp_path: Path) -> None:
     assert [value.name for value in target.weights] == ["ids", "norm", "scalar", "w", "mask"]
 
 
+def test_a_side_file_that_is_a_link_out_of_the_checkpoint_is_told(tmp_path: Path) -> None:
+    """An archive from a stranger may hold `tokenizer.json -> ~/.ssh/id_rsa`, and its merge be uploaded."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "in/tokenizer.json").symlink_to("../secret")
+    source = make_source(tmp_path / "in", MIXED, config__json="{}")
+    (note,) = lay_out(Model(source.tensors), source, MergeOptions(), ()).notes
+    assert note.level == "warning"
+    assert f"tokenizer.json is {tmp_path / 'secret'}" in note.text
+
+
 @pytest.mark.parametrize(("container", "stem"), [("safetensors", "model"), ("bin", "pytorch_model")])
 def test_several_files_and_their_index(tmp_path: Path, container: Any, stem: str) -> None:
     source = make_source(tmp_path / "in", MIXED | {"packed": (F4, (2, 3)), "none": (F16, (0, 7)), "z": (C64, (2,))})

@@ -61,6 +61,18 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
+def find_stray_link(directory: Path, name: str) -> Path | None:
+    """What an asset really is, where it is a link to a file outside the directory; None for all others.
+
+    The links of a hub cache, `snapshots/REVISION/NAME` to `blobs/HASH`, stay inside it.
+    """
+    home, target = directory.resolve(), (directory / name).resolve()
+    if home in target.parents:
+        return None
+    blobs = home.parent.parent / "blobs"
+    return None if home.parent.name == "snapshots" and target.parent == blobs else target
+
+
 def list_directory(directory: Path) -> list[Path]:
     """What lies in a directory, in order of names. Raises FormatError where that cannot be seen."""
     try:
@@ -69,10 +81,11 @@ def list_directory(directory: Path) -> list[Path]:
         raise FormatError(f"{directory}: cannot be read: {error.strerror}") from error
 
 
-def read_small_file(path: Path) -> bytes:
-    """The bytes of a config. Raises FormatError where it cannot be read, or is far too large to be one."""
-    if _size(path) > _SMALL:
-        raise FormatError(f"{path}: more than {_SMALL:,} bytes are no config")
+def read_small_file(path: Path, limit: int = _SMALL) -> bytes:
+    """The bytes of a config or an index. Raises FormatError where it cannot be read, or is far too large to be one."""
+    size = _size(path)
+    if size > limit:
+        raise FormatError(f"{path}: {size:,} bytes are far too many; at most {limit:,} are read")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -83,9 +96,9 @@ _MEND = "mend the file, or take another with --config DIR"
 
 
 def _list_files(directory: Path) -> Iterator[str]:
-    """Names of regular files and of links to them, or to nothing."""
+    """Names of all that is no directory: what is no regular file either is refused, and not taken for absent."""
     for entry in list_directory(directory):
-        if entry.is_file() or (entry.is_symlink() and not entry.exists()):
+        if not entry.is_dir():
             yield entry.name
 
 

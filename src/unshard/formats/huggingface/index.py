@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unshard.errors import FormatError
+from unshard.formats.huggingface.assets import read_small_file
 from unshard.formats.json_text import JsonText
 from unshard.words import items_in_words, shorten
 
@@ -51,13 +52,7 @@ class Index:
 
 def read_index(path: Path) -> Index:
     """The index at `path`. Raises FormatError for a malformed one, and for names that lead out of its directory."""
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_INDEX_SIZE + 1)
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > MAX_INDEX_SIZE:
-        raise FormatError(f"{path}: an index of more than {MAX_INDEX_SIZE:,} bytes")
+    data = read_small_file(path, MAX_INDEX_SIZE)
     try:
         index = _parse(JsonText(data.decode("utf-8")))
     except ValueError as error:

@@ -11,7 +11,7 @@ from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.dtypes import CAST_CHOICES, U8
 from unshard.errors import ModelError, OutputError
 from unshard.formats.huggingface import shards
-from unshard.formats.huggingface.assets import is_tokenizer_file, read_small_file
+from unshard.formats.huggingface.assets import find_stray_link, is_tokenizer_file, read_small_file
 from unshard.formats.huggingface.bin_file import lay_out_archive
 from unshard.formats.huggingface.config_file import PLAIN_FLOATS, adapt_config
 from unshard.formats.huggingface.index import Index
@@ -21,6 +21,7 @@ from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGH
 from unshard.options import MergeOptions
 from unshard.target import Target, TargetFile
 from unshard.tensors import Tensor, Value, contiguous_chunk
+from unshard.words import items_in_words
 
 _ADAPTER_NAME = re.compile(r"[\w\- +.]*[\w\-]")
 
@@ -131,9 +132,13 @@ def _place(values: Mapping[str, Value], offsets: Mapping[str, int]) -> tuple[tup
 def _add_assets(
     assets: Iterable[Asset], source: Checkpoint, values: Sequence[Value], model: Model, files: _Files
 ) -> None:
+    strays: list[str] = []
     for asset in assets:
+        place = source.roots[asset.file.root] / asset.file.path
+        stray = find_stray_link(source.roots[asset.file.root], asset.file.path)
+        if stray is not None:
+            strays.append(f"{asset.path} is {stray}")
         if asset.path == CONFIG and source.config is not None:
-            place = source.roots[asset.file.root] / asset.file.path
             data = read_small_file(place)
             adapted, notes = adapt_config(data, source.config, values, model.config_changes, place)
             files.notes += notes
@@ -143,6 +148,9 @@ def _add_assets(
         chunks = (contiguous_chunk(asset.file, 0, (asset.size,), U8),) if asset.size else ()
         content = Tensor(asset.path, U8, (asset.size,), chunks)
         files.add(TargetFile(asset.path, asset.size, tensors=((0, content),) if asset.size else ()))
+    if strays:
+        text = f"links lead out of the checkpoint, and what lies there is copied: {items_in_words(strays, 5)}"
+        files.notes.append(Note(text, level="warning"))
 
 
 def _literal_file(path: str, data: bytes, *, last: bool = False) -> TargetFile:
