@@ -202,17 +202,15 @@ class HeaderLayout:
     size: int
 
 
-def lay_out_header(
-    entries: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> HeaderLayout:
+def lay_out_header(entries: Iterable[tuple[str, DType, tuple[int, ...]]]) -> HeaderLayout:
     """The header of a file with these tensors (name, dtype, shape in items), byte for byte as the library writes it.
 
     Wide dtypes come first, then names in order: with the header padded to 8 bytes every tensor is aligned. The
-    metadata are `{"format": "pt"}` unless given: transformers 4 refuses files without it.
+    metadata are `{"format": "pt"}`: transformers 4 refuses files without it.
 
     Raises ModelError for names that a header cannot hold, OutputError where the header would be too large.
     """
-    header: dict[str, Any] = {_METADATA: dict(metadata) if metadata is not None else {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
     for name, dtype, shape in sorted(entries, key=lambda entry: (-entry[1].rank, entry[0])):

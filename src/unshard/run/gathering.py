@@ -84,15 +84,13 @@ def crop_all(pieces: Iterable[Chunk], box: Box) -> list[Chunk]:
     return [piece.crop(common) for piece in pieces if (common := piece.box.intersect(box)) is not None]
 
 
-def read_tensor(tensor: Tensor, roots: Mapping[str, Path], box: Box | None = None) -> Array:
-    """A tensor, or a box of its public shape, as an array of its dtype. The chunks are trusted to cover it.
+def read_tensor(tensor: Tensor, roots: Mapping[str, Path]) -> Array:
+    """A tensor as an array of its dtype. The chunks are trusted to cover it.
 
     Raises FormatError where a file cannot be read or is too short.
     """
     import numpy as np
 
-    for axis, (start, stop) in enumerate(zip(box.offsets, box.stops, strict=True) if box else ()):
-        tensor = tensor.slice(axis, start, stop)
     out = np.empty(tensor.shape, raw_dtype(tensor.dtype))
     pieces = list({chunk.box: chunk for chunk in tensor.chunks}.values())
     with OpenFiles(roots) as files:

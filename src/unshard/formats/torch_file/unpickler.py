@@ -23,12 +23,13 @@ OPERATIONS: list[Operation] = [_KNOWN.get(bytes([code]), _unknown) for code in r
 """What each opcode does."""
 
 
-def unpickle(data: bytes, builder: Builder, budget: Budget, limits: Limits, *, position: int = 0) -> tuple[Any, int]:
-    """The object that the pickle at `position` describes, and the position after its end.
+def unpickle(data: bytes, builder: Builder, budget: Budget, limits: Limits) -> tuple[Any, int]:
+    """The object that the pickle at the start of `data` describes, and the position after its end.
 
     PickleEndsError where the data are not enough, FormatError where they are no pickle that we read.
     """
     machine = Machine(data, builder, budget, limits)
+    position = 0
     try:
         for _ in range(limits.operations):
             code = data[position]
