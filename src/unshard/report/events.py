@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from unshard.checkpoint import Level
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseStarted:
-    """A phase with a known amount of work begins: "claims", "write", "verify". `total` is in bytes."""
+    """A phase with a known amount of work begins: "claims", "write", "verify", "compare". `total` is in bytes."""
 
     phase: str
     total: int
@@ -33,9 +36,9 @@ class PhaseFinished:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A line for people: `level` is "note", "warning" or "debug"."""
+    """A line for people."""
 
-    level: str
+    level: Level
     text: str
 
 

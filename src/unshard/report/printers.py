@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from threading import RLock
@@ -21,10 +21,12 @@ from unshard.report.progress import Bars, Display, Lines, Phase
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unshard.checkpoint import Level
+
 JSON_EVERY = 0.5
 """Seconds between two progress events in JSON."""
 
-LEVELS = {"note": "dim", "warning": "yellow", "debug": "dim"}
+LEVELS: Mapping[Level, str] = {"note": "dim", "warning": "yellow"}
 """Levels of messages, with their styles."""
 
 
@@ -98,8 +100,8 @@ class PeoplePrinter:
             if self._display is not None:
                 self._display.close()
 
-    def _shows(self, level: str) -> bool:
-        return level == "warning" or self._verbose or (level == "note" and not self._quiet)
+    def _shows(self, level: Level) -> bool:
+        return level == "warning" or self._verbose or not self._quiet
 
     def _say(self, *parts: str | tuple[str, str]) -> None:
         """A line on stderr. Where nobody reads it, the work goes on in silence."""
