@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from unshard.cli.surroundings import prepare_streams, terminable
+from unshard.cli.process import prepare_streams, terminable
 
 COMMANDS = {
     "inspect": "say what lies there: format, ranks, mesh, tensors, problems",

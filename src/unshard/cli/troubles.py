@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unshard.cli.surroundings import Terminated
+from unshard.cli.process import Terminated
 from unshard.errors import UnshardError
 
 CLOSED_PIPE = 141
