@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unshard.checkpoint import Asset, Checkpoint, Note, Shape
+from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.errors import UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import find_assets, read_config
@@ -16,6 +16,7 @@ from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
 from unshard.model_files import CONFIG
 from unshard.options import MergeOptions
+from unshard.shapes import ShapeTeller
 from unshard.tensors import SourceFile
 
 CONFIG_ROOT = "config"
@@ -38,13 +39,9 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
             hint="leave `--backend` out: the format is detected",
         )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
-    ordered = _shapes_in_order(reference) if reference else None
-    given = _given_config(options.config)
-
-    def known_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
-        return _family_shapes(given or config) if reference is None else ordered or _shapes_of(reference)
-
-    checkpoint = found.read(Source(place, options.also, known_shapes, None if ordered else reference))
+    shapes = ShapeTeller(reference, _given_config(options.config))
+    checkpoint = found.read(Source(place, options.also, shapes, shapes.unordered))
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes))
     if place.resolve() != path.resolve():
         checkpoint = replace(checkpoint, notes=(Note(explain(path, place)), *checkpoint.notes))
     return _with_config(checkpoint, options.config) if options.config else checkpoint
@@ -54,32 +51,6 @@ def _given_config(place: Path | None) -> Mapping[str, Any] | None:
     """The config that `--config` brings; None where it brings none, which is said later."""
     file = place / CONFIG if place is not None and place.is_dir() else place
     return read_config(file) if file is not None and file.is_file() else None
-
-
-def _shapes_in_order(reference: Checkpoint) -> Mapping[str, Shape] | None:
-    """The shapes of a reference in the order of the model's definition; None where nobody knows that order.
-
-    A family that describes exactly this model knows it, and so does a file that torch wrote; safetensors are sorted by
-    name.
-    """
-    shapes = _shapes_of(reference)
-    defined = _family_shapes(reference.config)
-    if defined == shapes:
-        return defined
-    files = {chunk.extent.file.path for tensor in reference.tensors.values() for chunk in tensor.chunks}
-    return None if any(file.endswith(".safetensors") for file in files) else shapes
-
-
-def _shapes_of(reference: Checkpoint) -> Mapping[str, Shape]:
-    return {name: tensor.shape for name, tensor in reference.tensors.items()}
-
-
-def _family_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
-    if config is None:
-        return None
-    from unshard.families import expected_shapes
-
-    return expected_shapes(config)
 
 
 def open_reference(path: Path) -> Checkpoint:

@@ -138,6 +138,15 @@ def test_a_tied_parameter_lies_there_once_and_comes_out_under_both_names(tmp_pat
     assert tensors["head.weight"].chunks == tensors["embed.weight"].chunks
 
 
+def test_fragments_under_unknown_names_are_a_problem(tmp_path: Path) -> None:
+    """Packed experts beside shapes of single ones have as many elements, in another order."""
+    flat = flat_parameter(tmp_path, np.arange(8.0), 2)
+    fragments = fragments_of(flat, {"packed": 0}, {"packed": 8})
+    tensors, problems = unflatten({"_flat_param": flat}, {"one": (4,), "two": (4,)}, fragments, {}, 2)
+    assert tensors == {}
+    assert "pieces of packed, which the known shapes do not have" in problems[0].message
+
+
 def test_flat_parameters_of_unknown_modules_are_told_together(tmp_path: Path) -> None:
     """A trainer's own module around the model, or adapters in it: every unit would be a problem of its own."""
     names = ["model.layers.0._flat_param", "model.layers.1._flat_param", "_flat_param"]

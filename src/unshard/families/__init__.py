@@ -47,3 +47,11 @@ def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | N
     if config is None or architecture is None:
         return None
     return architecture.base_shapes() | architecture.head_shapes(tied=is_tied(config))
+
+
+def expected_file_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
+    """The same of the file that `save_pretrained` writes, whose names and packs of experts can be others."""
+    architecture = read_architecture(config, FAMILIES) if config is not None else None
+    if config is None or architecture is None:
+        return None
+    return architecture.hub_shapes() | architecture.head_shapes(tied=is_tied(config))

@@ -99,6 +99,15 @@ def unflatten(
     problems: list[UnshardError] = []
     if found.homeless:
         problems.append(ModelError(f"no flat parameter holds {items_in_words(found.homeless)}", hint=_HINT))
+    if unknown := _unknown_fragments(fragments, shapes):
+        problems.append(
+            ModelError(
+                f"the checkpoint holds pieces of {items_in_words(unknown)}, which the known shapes do not have: they "
+                "are of another model, or of another version of transformers",
+                hint="leave --shapes-from out and give the config.json that the run itself wrote: --config DIR",
+            )
+        )
+        return {}, problems
     strangers = [flat.name for unit, flat in units.items() if not found.members[unit]]
     if strangers:
         problems.append(
@@ -131,6 +140,13 @@ def shapes_unknown(flats: Sequence[str], *, has_config: bool) -> UnshardError:
         "not say which parameters of which shapes lie in them",
         hint=_HINT if has_config else f"give the model's config.json with --config DIR, or {_HINT}",
     )
+
+
+def _unknown_fragments(fragments: Fragments, shapes: Mapping[str, Shape]) -> list[str]:
+    """Parameters of which there are fragments though the shapes lack them, tied ones aside."""
+    names = list(shapes)
+    unknown = [name for name in fragments.places if strip_components(name) not in shapes]
+    return [name for name in unknown if fragments.find_original(name, names) is None]
 
 
 @dataclass(frozen=True, slots=True)
