@@ -224,7 +224,8 @@ class TestStrangersNames:
 
 class TestInterruption:
     @pytest.mark.parametrize(
-        ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+        ("number", "code", "word"),
+        [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 143, "terminated")],
     )
     def test_while_writing(self, number: signal.Signals, code: int, word: str, sparse_model: Path) -> None:
         out = sparse_model.parent / "out"

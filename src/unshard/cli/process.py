@@ -13,7 +13,10 @@ from types import FrameType
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as schedulers send it: cleaned up after like Ctrl-C."""
+    """SIGTERM, as schedulers send it, or SIGHUP, when a terminal goes away: cleaned up after like Ctrl-C."""
+
+
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def prepare_streams() -> None:
@@ -28,15 +31,16 @@ def prepare_streams() -> None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise Terminated inside the `with`, unless somebody else handles it."""
-    usual = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if usual:
-        signal.signal(signal.SIGTERM, _terminate)
+    """Let both raise Terminated inside the `with`, unless somebody else handles them, or ignores them (nohup)."""
+    in_main = threading.current_thread() is threading.main_thread()
+    usual = [number for number in _ENDINGS if in_main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in usual:
+        signal.signal(number, _terminate)
     try:
         yield
     finally:
-        if usual:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

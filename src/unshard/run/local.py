@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from unshard.errors import raise_all
@@ -16,7 +17,7 @@ from unshard.run.preflight import check_output
 from unshard.run.publish import stage
 from unshard.run.results import Rounding, RunResult
 from unshard.run.schedule import Schedule
-from unshard.run.threads import Budget, run_threads
+from unshard.run.threads import Budget, hold_interrupts, run_threads
 from unshard.run.writing import Output
 from unshard.settings import Settings
 
@@ -29,11 +30,12 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
 
     Raises OutputError for everything about the target (all of it at once, before the first byte, as far as it can be
     known), IncompleteError or ModelError for claims that do not hold, FormatError where a source cannot be read. After
-    any error, and after KeyboardInterrupt, the directory is as it was before.
+    any error, and after KeyboardInterrupt, the directory is as it was before; once the new files get their names, an
+    interrupt waits until they have them, and the end of the phase has been told.
     """
     raise_all(check_output(plan, output, overwrite=overwrite))
     raise_all(check_claims(plan, settings, sink))
-    with Meter(sink, "write", plan.size) as meter:
+    with ExitStack() as until_told, Meter(sink, "write", plan.size) as meter:
         with stage(output, plan.files, overwrite=overwrite) as staging:
 
             def open_output(file: PlannedFile) -> Output:
@@ -42,6 +44,7 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
             if staging.foreign:
                 sink(Message("note", f"left in place beside the model: {', '.join(staging.foreign)}"))
             rounded = _write(plan, settings, Schedule(plan.files, settings, open_output), meter)
+            until_told.enter_context(hold_interrupts())
             staging.publish()
         return RunResult(meter.seconds, rounded)
 

@@ -139,10 +139,12 @@ def stage(output: Path, files: Sequence[PlannedFile], *, overwrite: bool) -> Ite
         staging.begin()
         yield staging
     except OSError as error:
-        staging.abandon()
+        with hold_interrupts():
+            staging.abandon()
         raise write_error(error.filename or str(output), error) from error
     except BaseException:
-        staging.abandon()
+        with hold_interrupts():
+            staging.abandon()
         raise
     finally:
         staging.release()

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread, main_thread
+from typing import Any
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _PATIENCE = 0.1
 """Seconds after which a waiting thread looks whether it has missed something."""
@@ -41,8 +44,9 @@ def run_threads(count: int, work: Callable[[], None], stop: Callable[[], None]) 
                 crew.append(hand)
         _wait(crew, ended)
     except BaseException:
-        stop()
-        _wait(crew, ended)
+        with hold_interrupts():
+            stop()
+            _wait(crew, ended)
         raise
     if errors:
         raise errors[0]
@@ -68,12 +72,27 @@ def _wait(crew: Sequence[_Hand], ended: SimpleQueue[None]) -> None:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the `with`: for steps that must not be left half-done, and are short."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C takes effect at the end of the `with`: for steps that must not be left half-done, and are short.
+
+    So do the signals of which somebody made an exception. They are not blocked, for that holds for one thread, and the
+    kernel gives them to any other; Python runs their handlers in the main thread.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    held: list[signal.Signals] = []
+    handlers: dict[signal.Signals, Any] = {}
     try:
+        for number in _INTERRUPTS:
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda caught, _: held.append(signal.Signals(caught)))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for caught in held[:1]:
+            handlers[caught](caught, None)
 
 
 class Budget:

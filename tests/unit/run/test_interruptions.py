@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread, get_ident
 
 import pytest
 
-from publishing import NEW, OLD, fill, refuse, run
+from publishing import NEW, OLD, SETTINGS, fill, refuse, run
 from running import copied_file, literal_file, plan, tree
 from unshard.errors import OutputError
 from unshard.plan.moves import Plan
+from unshard.report.events import PhaseFinished
 from unshard.run import preflight, writing
+from unshard.run.local import run_plan
 from unshard.run.occupants import MARKER, Marker, survey
-from unshard.run.publish import stage
+from unshard.run.publish import Staging, stage
+from unshard.run.threads import hold_interrupts
 
 # Room ----------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +170,54 @@ def test_interrupted_while_publishing(
         assert found in ({}, OLD) or not _looks_whole(found), "all, nothing, or clearly neither"
         run(todo, output, overwrite=overwrite)
     assert tree(output) == NEW
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("step", ["replace", "unlink"])
+def test_an_interrupt_waits_until_a_model_is_published(
+    todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool, step: str
+) -> None:
+    """Half-way, the old model is gone and the new one has no names yet: both would be lost."""
+    output, events = fill(tmp_path / "out", OLD if overwrite else {}), []
+    real = getattr(Path, step)
+
+    def interrupted(self: Path, *arguments: object, **options: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(todo, output, SETTINGS, events.append, overwrite=overwrite)
+    assert isinstance(events[-1], PhaseFinished)
+    assert tree(output) == NEW
+
+
+def test_an_interrupt_while_cleaning_up_waits_too(todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Impatient people press Ctrl-C more than once."""
+    real = Staging.abandon
+
+    def interrupted(self: Staging) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self)
+
+    monkeypatch.setattr(Staging, "abandon", interrupted)
+    monkeypatch.setattr(writing.Output, "finish", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(todo, tmp_path / "a" / "out")
+    assert not (tmp_path / "a").exists()
+
+
+def test_interrupts_are_held_whichever_thread_they_come_to() -> None:
+    """The kernel may give a signal to any thread that does not block it."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():  # noqa: PT012
+        sender = Thread(target=lambda: signal.pthread_kill(get_ident(), signal.SIGINT))
+        sender.start()
+        sender.join()
+        done.append("all")
+    assert done == ["all"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _looks_whole(files: dict[str, bytes]) -> bool:
