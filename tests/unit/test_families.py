@@ -217,7 +217,9 @@ class TestComparison:
         problem = the_problem(name(running(QWEN2), config))
         assert "num_attention_heads" in problem.message
         assert "--num-attention-heads" in str(problem.hint)
-        assert not name(running(QWEN2), config, attention_heads=2).problems
+        model = name(running(QWEN2), config, attention_heads=2)
+        assert not model.problems
+        assert model.config_changes == {"num_attention_heads": 2}
 
     def test_head_counts_that_contradict_the_config_are_an_error(self) -> None:
         (problem,) = name(running(QWEN2), QWEN2, attention_heads=4, key_value_heads=1).problems

@@ -88,11 +88,18 @@ class Namer:
         self.known = frozenset((*self.base, *running, *heads))
 
     def _check_head_counts(self) -> None:
+        """Head counts that were given must agree with config.json; where it lacks them, they are written into it."""
         sizes = Sizes(self.config)
         for key, said in self.given.items():
             stored = sizes.stored(key)
-            if said is not None and stored is not None and stored != said:
-                flag = "--" + key.replace("_", "-")
+            if said is None or stored == said:
+                continue
+            flag = "--" + key.replace("_", "-")
+            if stored is None:
+                nested = "text_config." if isinstance(self.config.get("text_config"), dict) else ""
+                self.draft.config_changes[nested + key] = said
+                self.draft.note(f"config.json does not tell {key}: {said} was written there, as {flag} says")
+            else:
                 message = f"{flag} {said} contradicts config.json, which says {key} {stored}"
                 self.draft.problems.append(UsageError(message, hint=f"leave {flag} out"))
 
