@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from time import monotonic
 
-from unshard.errors import VerificationError
+from unshard.errors import UnshardError, VerificationError
 from unshard.options import MergeOptions
 from unshard.preparing import Preparation, prepare
 from unshard.report.events import Sink, ignore
@@ -52,9 +53,13 @@ def merge(source: Path, output: Path, options: MergeOptions | None = None, sink:
 
 
 def _load_ahead() -> None:
-    """Load what is needed only after the writing, while the kernel copies: a fifth of a small model's time."""
+    """Load what is needed only after the writing, while the kernel copies: a fifth of a small model's time.
+
+    What cannot be loaded is told where it is needed.
+    """
     for name in ("numpy", "safetensors", "unshard.verify.output", "rich.console"):
-        import_module(name)
+        with suppress(Exception):
+            import_module(name)
 
 
 def _verify(prepared: Preparation, output: Path, options: MergeOptions, sink: Sink) -> Verification:
@@ -69,6 +74,9 @@ def _verify(prepared: Preparation, output: Path, options: MergeOptions, sink: Si
         renamed = ", ".join([f"`{path}`" for path in withdraw(output, prepared.plan.files)])
         message = f"{error.message}\nSo that nobody loads it, it was renamed: {renamed}"
         raise VerificationError(message, hint=error.hint or "check the disk, then merge again") from error
+    except UnshardError as error:
+        message = f"{error.message}\nThe model in `{output}` is complete, but could not be verified"
+        raise type(error)(message, hint=error.hint) from error
 
 
 def _list_rounded(values: Sequence[Value], counts: Mapping[str, Rounding]) -> Iterator[Rounded]:

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from commands import Outcome, run
 from golden_set import GoldenCase, Run, committed_cases, larger_cases
+from unshard.errors import VerificationError
+from unshard.verify.structure import check_weights_file
 
 
 def _merges() -> list[object]:
@@ -304,3 +306,15 @@ class TestFigures:
         assert found["max_difference"] == pytest.approx(1, abs=1e-6)
         expected = np.vdot(left, right) / np.linalg.norm(left) / np.linalg.norm(right)
         assert found["cosine"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_whatever_byte_of_an_archive_is_damaged_is_told_and_no_bug(source: Path, tmp_path: Path) -> None:
+    """Python's reader has an exception of its own for each: names that are no UTF-8, passwords, unknown methods."""
+    file = merge(source, tmp_path / "out", "--format", "bin") / "pytorch_model.bin"
+    data = file.read_bytes()
+    start = data.index(b"PK\x01\x02")
+    for place in [*range(60), *range(start, len(data))]:
+        damaged = bytearray(data)
+        damaged[place] ^= 0x81
+        file.write_bytes(damaged)
+        assert all(isinstance(problem, VerificationError) for problem in check_weights_file(file))

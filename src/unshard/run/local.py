@@ -20,6 +20,7 @@ from unshard.run.schedule import Schedule
 from unshard.run.threads import Budget, hold_interrupts, run_threads
 from unshard.run.writing import Output
 from unshard.settings import Settings
+from unshard.words import items_in_words
 
 
 def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite: bool = False) -> RunResult:
@@ -42,7 +43,7 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
                 return Output(staging.temporary(file), str(output / file.path), file.size)
 
             if staging.foreign:
-                sink(Message("note", f"left in place beside the model: {', '.join(staging.foreign)}"))
+                sink(Message("note", f"left in place beside the model: {items_in_words(staging.foreign)}"))
             rounded = _write(plan, settings, Schedule(plan.files, settings, open_output), meter)
             until_told.enter_context(hold_interrupts())
             staging.publish()

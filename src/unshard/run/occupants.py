@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +15,8 @@ from unshard.model_files import ADAPTER_DIRECTORY, LOADABLE_PATTERNS, TEMPLATE_D
 MARKER = ".unshard-in-progress"
 """The file that says that the directory is not whole. It is made before and removed after everything else."""
 
+_LARGEST_MARKER = 100 << 20
+
 _TEMPORARY = ".unshard-*.tmp"
 
 WITHDRAWN = ".failed-verification"
@@ -22,7 +25,7 @@ WITHDRAWN = ".failed-verification"
 REPLACEABLE = (f"*{WITHDRAWN}", *LOADABLE_PATTERNS)
 """Files that a loader may take for a part of a model: what `--overwrite` replaces. All else stays where it is."""
 
-_MODEL_DIRECTORIES = (f"{ADAPTER_DIRECTORY}*", TEMPLATE_DIRECTORY)
+_MODEL_DIRECTORIES = (ADAPTER_DIRECTORY, TEMPLATE_DIRECTORY)
 """Subdirectories that belong to a model."""
 
 
@@ -72,7 +75,7 @@ class Occupants:
 
 def survey(output: Path, planned: Sequence[str]) -> Occupants:
     """Sort what lies in a directory, which need not exist, for a run that will write the `planned` files there."""
-    marker = Marker.decode(_read_if_there(output / MARKER))
+    marker = Marker.decode(_read_marker(output / MARKER))
     found: dict[str, list[str]] = {"garbage": [], "model": [], "foreign": []}
     for name in _list_files(output, {path.split("/")[0] for path in planned if "/" in path}):
         if name == MARKER:
@@ -107,8 +110,10 @@ def _list_files(output: Path, planned_directories: set[str]) -> Iterator[str]:
             yield entry.name + "/"
 
 
-def _read_if_there(path: Path) -> bytes:
+def _read_marker(path: Path) -> bytes:
+    """The marker's bytes; none where there is none, or what bears its name cannot be ours."""
     try:
-        return path.read_bytes()
+        status = path.lstat()
+        return path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_MARKER else b""
     except OSError:
         return b""

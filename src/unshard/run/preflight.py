@@ -71,7 +71,12 @@ def _check_occupants(output: Path, occupants: Occupants, *, overwrite: bool) -> 
 
 
 def _check_sources(plan: Plan, output: Path, occupants: Occupants) -> Iterator[UnshardError]:
-    """No source may be among the files that are replaced or removed."""
+    """No source may be among the files that are replaced or removed; nor what only the catalog was read from."""
+    roots = [root for root in plan.roots.values() if output.exists() and root.is_dir() and root.samefile(output)]
+    if roots and occupants.model:
+        message = f"{output}: is where this merge reads from, and --overwrite would replace files of the checkpoint"
+        yield OutputError(message, hint="choose an output directory outside the checkpoint")
+        return
     doomed = {*occupants.garbage, *occupants.model, *[file.path for file in plan.files]}
     lost = {name: (output / name).resolve() for name in doomed if (output / name).exists()}
     files = OpenFiles(plan.roots)

@@ -89,7 +89,7 @@ def _describe_findings(side: Side, against: str, comparison: Comparison | None) 
     if side.is_checkpoint:
         findings.add_coverage()
     else:
-        findings.add_structure(safetensors=_is_safetensors(side))
+        findings.add_structure(safetensors=_is_safetensors(side), side_files=False)
     if comparison is None:
         findings.unproven.append("the contents: `--against` compares them with a source or another model")
     elif comparison.holds:
@@ -101,6 +101,8 @@ def _describe_findings(side: Side, against: str, comparison: Comparison | None) 
     else:
         findings.unproven.append(f"that the contents are those of {against}: they differ")
     findings.add_architecture(side.family, is_adapter=side.is_adapter)
+    if not side.is_checkpoint:
+        findings.add_side_files()
     findings.add_limit()
     return findings
 

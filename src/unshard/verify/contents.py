@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unshard.errors import UnshardError, VerificationError
+from unshard.errors import FormatError, UnshardError, VerificationError
 from unshard.plan.coverage import primary_chunks
 from unshard.plan.partition import narrow
 from unshard.report.events import Sink
@@ -210,7 +210,10 @@ class _Comparer:
         start = 0
         for length, offset in zip(grid, band.offsets, strict=True):
             start = start * length + offset
-        return self.outputs.read_run(chunk.extent.file, chunk.extent.offset, start, band.sizes, found.dtype)
+        try:
+            return self.outputs.read_run(chunk.extent.file, chunk.extent.offset, start, band.sizes, found.dtype)
+        except FormatError as error:
+            raise VerificationError(error.message) from error
 
 
 def _common(a: Box, b: Box) -> Box | None:

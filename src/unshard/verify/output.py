@@ -69,7 +69,7 @@ def _describe(value: Value) -> str:
 def _describe_findings(target: Target, options: MergeOptions, family: str | None, compared: int) -> Findings:
     """What this verification proved, and what it did not."""
     findings = Findings()
-    findings.add_structure(safetensors=options.container == "safetensors")
+    findings.add_structure(safetensors=options.container == "safetensors", side_files=True)
     if options.verify == "full":
         sentence = f"every byte went where the mapping says: {bytes_in_words(compared)} read back and compared"
         findings.proven.append(sentence)

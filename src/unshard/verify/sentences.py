@@ -12,9 +12,9 @@ class Findings:
     proven: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
 
-    def add_structure(self, *, safetensors: bool) -> None:
-        """Files, headers and index hold."""
-        agree = "every file is whole: {}, index, names, shapes and types agree"
+    def add_structure(self, *, safetensors: bool, side_files: bool) -> None:
+        """Files, headers and index hold. `side_files`: those beside the weights were read, too."""
+        agree = f"every {'file' if side_files else 'weights file'} is whole: {{}}, index, names, shapes and types agree"
         if safetensors:
             self.proven.append(agree.format("headers") + "; the safetensors library accepts them")
         else:
@@ -39,6 +39,10 @@ class Findings:
             self.proven.append("all replicas hold the same bytes")
         else:
             self.unproven.append("that all replicas hold the same bytes; `--check-replicas` compares them")
+
+    def add_side_files(self) -> None:
+        """Configs and tokenizer have not been looked at."""
+        self.unproven.append("the files beside the weights (config, tokenizer, …), which were not compared")
 
     def add_limit(self) -> None:
         """What no comparison of bytes can show."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -56,11 +58,11 @@ def read_weights(target: Target, output: Path) -> Mapping[str, Mapping[str, Tens
     Raises VerificationError where a directory does not hold exactly the planned names.
     """
     tensors: dict[str, Mapping[str, Tensor]] = {}
-    problems: list[UnshardError] = []
+    problems: list[VerificationError] = []
     for directory, values in target.weights_by_directory.items():
         names = [value.name for value in values]
         catalog = HuggingFace().read(Source(output / directory))
-        problems += catalog.problems
+        problems += [VerificationError(problem.message, hint=problem.hint) for problem in catalog.problems]
         missing = [name for name in names if name not in catalog.tensors]
         surplus = sorted(set(catalog.tensors) - set(names))
         problems += [VerificationError(f"`{name}` was planned, but no weights file holds it") for name in missing]
@@ -96,12 +98,24 @@ def _check_archive(path: Path) -> list[UnshardError]:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError) as error:
+    except _ARCHIVE_ERRORS as error:
         return [VerificationError(f"`{path}`: the archive cannot be read: {error}")]
     if damaged is None:
         return []
     return [VerificationError(f"`{path}`: the checksum of `{damaged}` in it does not hold", hint=_DAMAGED)]
 
+
+_ARCHIVE_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    struct.error,
+)
+"""What Python's reader raises for damaged archives. Where a flag says encrypted, it asks for a password."""
 
 _DAMAGED = "the file was damaged after it was written: copy or merge it again"
 

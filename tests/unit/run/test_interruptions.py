@@ -137,6 +137,13 @@ def test_a_marker_is_no_licence_for_strangers(todo: Plan, tmp_path: Path) -> Non
     assert tree(tmp_path / "out") == {**NEW, "thesis.tex": b"mine"}
 
 
+def test_a_pipe_named_like_the_marker_is_not_waited_for(todo: Plan, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / MARKER)
+    with pytest.raises(OutputError, match="cannot be written"):
+        run(todo, tmp_path / "out")
+
+
 def test_two_runs_into_one_directory(todo: Plan, tmp_path: Path) -> None:
     with stage(tmp_path / "out", todo.files, overwrite=False):
         before = tree(tmp_path / "out")

@@ -94,11 +94,20 @@ def test_overwriting_drops_the_directory_of_an_adapter_that_is_no_more(tmp_path:
 
 def test_overwriting_leaves_strangers_alone_and_says_so(todo: Plan, tmp_path: Path) -> None:
     strange = {"notes.txt": b"mine", "photos/cat.jpg": b"meow", "optimizer.pt": b"state"}
+    strange |= {"lora_adapter_of_monday/adapter_model.safetensors": b"mine"}
     events: list[Event] = []
     run_plan(todo, fill(tmp_path / "out", {**OLD, **strange}), SETTINGS, events.append, overwrite=True)
     assert tree(tmp_path / "out") == {**NEW, **strange}
     (note,) = [event.text for event in events if isinstance(event, Message)]
-    assert note == "left in place beside the model: notes.txt, optimizer.pt, photos/"
+    assert note == "left in place beside the model: lora_adapter_of_monday/, notes.txt, optimizer.pt, photos/"
+
+
+def test_hundreds_of_strangers_are_not_all_listed(todo: Plan, tmp_path: Path) -> None:
+    events: list[Event] = []
+    output = fill(tmp_path / "out", {f"{number}.log": b"" for number in range(300)})
+    run_plan(todo, output, SETTINGS, events.append, overwrite=True)
+    (note,) = [event.text for event in events if isinstance(event, Message)]
+    assert note.endswith(" and 292 more")
 
 
 def _fail_after(count: int, number: int, real: Callable[..., Any]) -> Callable[..., Any]:
