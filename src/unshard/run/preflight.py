@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from unshard.errors import OutputError, UnshardError
+from unshard.errors import OutputError, UnshardError, command_line
 from unshard.files import OpenFiles
 from unshard.plan.moves import Compute, Copy, Plan, PlannedFile, Tile
 from unshard.plan.proof import is_inside
@@ -30,7 +30,7 @@ def check_output(plan: Plan, output: Path, *, overwrite: bool) -> list[UnshardEr
         hint = "choose a directory that you may write to"
         return [*problems, OutputError(f"{place}: no permission to write there", hint=hint)]
     occupants = survey(output, [file.path for file in plan.files])
-    problems += _check_places(plan, output)
+    problems += _check_places(plan, output, occupants)
     problems += _check_occupants(output, occupants, overwrite=overwrite)
     problems += _check_sources(plan, output, occupants)
     problems += _check_room(plan, place, output, occupants)
@@ -51,14 +51,17 @@ def _check_names(paths: list[str]) -> Iterator[UnshardError]:
         seen.add(path)
 
 
-def _check_places(plan: Plan, output: Path) -> Iterator[UnshardError]:
-    """A file can only take the place of a file, and no subdirectory may lead elsewhere."""
+def _check_places(plan: Plan, output: Path, occupants: Occupants) -> Iterator[UnshardError]:
+    """A file can only take the place of a file, and no subdirectory may lead elsewhere or withstand changes."""
     for file in plan.files:
         if (output / file.path).is_dir() and not (output / file.path).is_symlink():
             yield OutputError(f"{output / file.path}: is a directory, and a file is to be written there")
-    for parent in {(output / file.path).parent for file in plan.files} - {output}:
+    names = [*[file.path for file in plan.files], *occupants.model, *occupants.garbage]
+    for parent in sorted({(output / name).parent for name in names} - {output}):
         if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
             yield OutputError(f"{parent}: is not a directory of its own", hint="choose another output directory")
+        elif parent.exists() and not os.access(parent, os.W_OK | os.X_OK):
+            yield OutputError(f"{parent}: no permission to write there", hint=command_line("chmod", "u+wx", parent))
 
 
 def _check_occupants(output: Path, occupants: Occupants, *, overwrite: bool) -> Iterator[UnshardError]:

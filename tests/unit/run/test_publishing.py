@@ -67,6 +67,16 @@ def test_a_directory_without_permission(todo: Plan, tmp_path: Path, monkeypatch:
     refuse(todo, tmp_path / "out", "no permission to write there")
 
 
+def test_a_subdirectory_of_the_old_model_without_permission(
+    todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found half-way, the old model would be gone."""
+    output, real = fill(tmp_path / "out", OLD), os.access
+    closed = output / "lora_adapter"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and real(path, mode))
+    refuse(todo, output, "lora_adapter: no permission to write there", overwrite=True)
+
+
 def test_a_failure_to_make_the_directory_is_an_error_for_people(
     todo: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
