@@ -124,6 +124,7 @@ def fill(output: Path) -> None:
         (output / name).write_bytes(data)
 
 
+@pytest.mark.slow
 def test_killed_while_writing_into_a_new_directory(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     output = tmp_path / "out"
     outcomes = {"unfinished": 0, "whole": 0}
@@ -144,6 +145,7 @@ def test_killed_while_writing_into_a_new_directory(source: Path, whole: dict[str
     assert outcomes["unfinished"] >= KILLS // 4, f"the moments must lie inside the merge: {outcomes}"
 
 
+@pytest.mark.slow
 def test_killed_while_replacing_a_model(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     output = tmp_path / "out"
     for wait in moments(KILLS, time_to_finish(source, output, overwrite=True)):

@@ -208,6 +208,7 @@ class TestComparison:
         problem = the_problem(name(running(QWEN2), {**QWEN2, "intermediate_size": value}))
         assert "intermediate_size" in problem.message
 
+    @pytest.mark.slow
     def test_a_config_that_asks_for_endless_layers_is_refused(self) -> None:
         problem = the_problem(name(running(QWEN2), {**QWEN2, "num_hidden_layers": 1 << 40}))
         assert "more than 1000000 parameters" in problem.message

@@ -124,6 +124,7 @@ def write_sparse(path: Path, layout: ArchiveLayout, name: str, payload: bytes) -
             file.write(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "entries",
     [
