@@ -79,8 +79,7 @@ class PlainReader:
         span = extent.span(sizes)
         if span <= max(SMALL_SPAN, WASTE * needed):
             data = self._read(extent.file, extent.offset, span)
-            first = data[: extent.dtype.itemsize].view(extent.dtype.numpy)
-            return np.lib.stride_tricks.as_strided(first, sizes, extent.strides, writeable=False)
+            return np.ndarray(sizes, extent.dtype.numpy, data.data, strides=extent.strides)
         axis = max(range(len(sizes)), key=lambda number: extent.strides[number] if sizes[number] > 1 else -1)
         out = np.empty(sizes, extent.dtype.numpy)
         for index in range(sizes[axis]):
