@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from unshard.errors import NotACheckpointError, UnshardError, command_line
+from unshard.errors import FormatError, NotACheckpointError, UnshardError, command_line
 from unshard.formats import FORMATS
 from unshard.formats.contract import Format
 from unshard.formats.foreign import name_foreign
@@ -58,11 +58,11 @@ def locate(path: Path, also: Sequence[Path] = ()) -> tuple[Format, Path]:
 
 
 def detect(path: Path) -> Format | None:
-    """The first registered format that recognises exactly this path; None for one that cannot be looked into."""
+    """The first registered format that recognises exactly this path. Raises FormatError where that cannot be seen."""
     try:
         return next((candidate for candidate in FORMATS if candidate.detect(path) is not None), None)
-    except OSError:
-        return None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,10 @@ def _walk(start: Path) -> _Walk:
         if (facts.st_dev, facts.st_ino) in seen:
             continue
         seen.add((facts.st_dev, facts.st_ino))
-        found = detect(directory)
+        try:
+            found = detect(directory)
+        except FormatError:  # among others, one that may not be entered is nothing
+            continue
         if found is not None:
             walk.candidates.append((found, directory))
             continue
@@ -199,7 +202,7 @@ def _several(start: Path, candidates: Sequence[tuple[Format, Path]]) -> UnshardE
 
 def _nothing(path: Path, walk: _Walk) -> UnshardError:
     """The error of a place without a checkpoint: what lies there instead, and where one might be."""
-    above = next((parent for parent in list(path.absolute().parents)[:2] if detect(parent) is not None), None)
+    above = next((parent for parent in list(path.absolute().parents)[:2] if _is_checkpoint(parent)), None)
     hint = command_line("ls", path)
     if above is not None:
         hint = "a checkpoint lies above: " + command_line("unshard", "inspect", above)
@@ -210,6 +213,13 @@ def _nothing(path: Path, walk: _Walk) -> UnshardError:
     files = sorted([entry.name for entry in islice(path.iterdir(), _MAX_DIRECTORIES)], key=_natural)
     there = items_in_words(files) or "nothing"
     return NotACheckpointError(f"{path}: no checkpoint was found{limit}; in it lies {there}", hint=hint)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return detect(path) is not None
+    except FormatError:
+        return False
 
 
 def _existing_parent(path: Path) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unshard.errors import NotACheckpointError
+from unshard.errors import FormatError, NotACheckpointError
+from unshard.formats.huggingface.reader import HuggingFace
 from unshard.locate import explain, locate
 
 
@@ -205,6 +206,22 @@ class TestBounds:
         for number in range(10):
             (tmp_path / f"d{number}").mkdir()
         assert "in its first 5 directories" in refusal(tmp_path)
+
+    def test_a_directory_that_cannot_be_seen_hides_no_other(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        actor, real = ranks(tmp_path / "global_step_1" / "actor"), HuggingFace.detect
+
+        def detect(self: HuggingFace, path: Path) -> str | None:
+            if path.name == "closed":
+                raise FormatError(f"{path}: cannot be read: Permission denied")
+            return real(self, path)
+
+        (tmp_path / "closed").mkdir()
+        monkeypatch.setattr(HuggingFace, "detect", detect)
+        assert locate(tmp_path)[1] == actor
+        with pytest.raises(FormatError, match="cannot be read"):
+            locate(tmp_path / "closed")
 
     def test_a_directory_that_may_not_be_entered(self, tmp_path: Path) -> None:
         if os.geteuid() == 0:
