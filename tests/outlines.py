@@ -13,9 +13,7 @@ from unshard.model import Model
 from unshard.options import MergeOptions
 from unshard.tensors import Tensor, Value
 
-QWEN2: dict[str, Any] = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
+SIZES: dict[str, Any] = {
     "hidden_size": 8,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -24,6 +22,7 @@ QWEN2: dict[str, Any] = {
     "num_hidden_layers": 2,
     "tie_word_embeddings": False,
 }
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **SIZES}
 TIED = {**QWEN2, "tie_word_embeddings": True}
 MOE: dict[str, Any] = {
     **QWEN2,

@@ -8,21 +8,13 @@ from typing import Any
 
 import pytest
 
+from outlines import SIZES
 from unshard.checkpoint import Checkpoint
 from unshard.dtypes import BF16
 from unshard.families import expected_file_shapes, expected_shapes
 from unshard.shapes import ShapeTeller
 from unshard.tensors import SourceFile, Tensor, contiguous_chunk
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 12,
-    "vocab_size": 20,
-    "num_hidden_layers": 2,
-    "tie_word_embeddings": False,
-}
 DENSE = {"model_type": "llama", **SIZES}
 EXPERTS = {"model_type": "qwen3_moe", "head_dim": 4, "num_experts": 3, "moe_intermediate_size": 5, **SIZES}
 VISION = {
