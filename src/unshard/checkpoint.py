@@ -12,6 +12,8 @@ from unshard.tensors import SourceFile, Tensor
 
 Shape: TypeAlias = tuple[int, ...]
 Level: TypeAlias = Literal["note", "warning"]
+Dialect: TypeAlias = Literal["huggingface", "megatron"]
+"""Whose names and layouts the tensors have: the model's in transformers, or Megatron's (see `formats.megatron`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class Checkpoint:
     placements: how often each placement occurs, for `inspect`: "Shard(0)" → 12.
     adapter:  what the checkpoint says of its LoRA adapters beside the tensors: `lora_train_meta.json` or
               `adapter_config.json`, parsed; None if neither is there.
+    dialect:  whose names the tensors have; `families` translates all others into those of transformers.
+    facts:    what the training framework recorded of the model's architecture, under Megatron-LM's argument names
+              (`num_query_groups`, `apply_layernorm_1p`, …), as plain JSON values; empty where nothing was recorded.
     skipped:  entries of the state dict that are no tensors, with the reason.
     problems: errors that forbid a merge, all of them; `inspect` shows them.
     """
@@ -63,6 +68,8 @@ class Checkpoint:
     mesh: tuple[tuple[str, int], ...] = ()
     placements: Mapping[str, int] = field(default_factory=dict)
     adapter: Mapping[str, Any] | None = None
+    dialect: Dialect = "huggingface"
+    facts: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     problems: tuple[UnshardError, ...] = ()

@@ -22,12 +22,16 @@ class Source:
     known_shapes: answers what shapes a model's parameters have, for layouts that do not store them.
     reference:    a model with the same parameters and similar values. Where it is given, the order of `known_shapes`
                   means nothing (safetensors files are sorted by name), and the reference's values must tell it.
+    axes:         pattern of a tensor's name (a regular expression for the whole of it) → the axis along which its
+                  shards lie on tensor-parallel ranks, None where each has a replica: for layouts that do not store it,
+                  and tensors that no table knows.
     """
 
     path: Path
     also: tuple[Path, ...] = ()
     known_shapes: KnownShapes = field(default=lambda _config: None)
     reference: Checkpoint | None = None
+    axes: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def roots(self) -> Mapping[str, Path]:
