@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from reference import Array, Disk, cut_randomly, shard
 from unshard.dtypes import F32
 from unshard.families import FAMILIES
-from unshard.families.rules import Divide, Rule, Transpose, Unstack, join, rename, split
+from unshard.families.rules import Rule, join, rename, split
 from unshard.families.sizes import Sizes
+from unshard.families.steps import Divide, Transpose, Unstack
 from unshard.families.transformers5 import RENAMES
 from unshard.tensors import Tensor
 
@@ -70,7 +71,7 @@ def test_joining_is_the_inverse_of_splitting(rules: tuple[Rule, ...], data: Any)
     there = split(running, rules, UNSIZED)
     assert not there.problems
     assert not set(there.tensors) & set(running) or TABLES[rules] == "qwen3_vl_moe"
-    back = join(there.tensors, rules)
+    back = join(there.tensors, rules, UNSIZED)
     assert not back.problems
     assert set(back.tensors) == set(running)
     for name, tensor in back.tensors.items():
@@ -90,7 +91,7 @@ def test_steps_are_inverted_in_any_chain(data: Any) -> None:
     rule = Rule("w", ("a.{expert}", "b.{expert}"), tuple(steps))
     if array.shape[0] % 2 and isinstance(steps[0], Divide) and steps[0].axis == 0:
         return
-    assert np.array_equal(disk.assemble(rule.join(rule.split(whole))), array)
+    assert np.array_equal(disk.assemble(rule.join(rule.split(whole, UNSIZED), UNSIZED)), array)
 
 
 def test_the_most_literal_pattern_wins_whatever_its_place() -> None:
@@ -104,7 +105,7 @@ def test_a_whole_whose_parts_are_not_all_there_is_left_in_parts() -> None:
     names = [f"m.mlp.experts.{expert}.{part}_proj.weight" for expert in range(3) for part in ("gate", "up")]
     names.remove("m.mlp.experts.1.up_proj.weight")
     parts = {name: Tensor(name, F32, (2, 3), ()) for name in names}
-    assert list(join(parts, RENAMES["olmoe"]).tensors) == names
+    assert list(join(parts, RENAMES["olmoe"], UNSIZED).tensors) == names
 
 
 def test_two_tensors_that_would_take_one_name_are_a_problem() -> None:

@@ -19,7 +19,7 @@ MAY_KNOW = {
     "tensors": {"dtypes"},
     "formats": {*VALUES, "files", "wrappers"},
     "adapters": {*VALUES, "model_config", "run.functions"},
-    "families": {*VALUES, "model_config", "wrappers"},
+    "families": {*VALUES, "model_config", "run.functions", "wrappers"},
     "plan": VALUES,
     "run": {*VALUES, "files", "plan", "report.events", "report.meter"},
 }

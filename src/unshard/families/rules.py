@@ -12,105 +12,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol, TypeAlias
 
 from unshard.errors import ModelError, UnshardError
 from unshard.families.sizes import Sizes
-from unshard.tensors import Tensor, Value, concat, stack
-
-Key: TypeAlias = tuple[int, ...]
-"""Where a piece is: one number per step that fanned out, outermost first."""
-Pieces: TypeAlias = dict[Key, Tensor]
-Parts: TypeAlias = dict[Key, Value]
+from unshard.families.steps import Key, Parts, Step, Unstack
+from unshard.tensors import Tensor, Value
+from unshard.words import items_in_lines
 
 MOST_STACKED = 1 << 16
 """More experts than any layer has: a tensor that claims more is refused before it is taken apart."""
 
 _TEXT_WILDCARDS = frozenset({"rest", "stem"})
 _WILDCARD = re.compile(r"\{([a-z_]+)\}")
-
-
-class Step(Protocol):
-    """One operation on all pieces of a tensor. `fan` is the wildcard it binds, "part" for the part, or None."""
-
-    @property
-    def fan(self) -> str | None: ...
-
-    def forward(self, pieces: Parts, parts: int) -> Parts:
-        """Take each piece apart; a step that fans out appends a number to each key.
-
-        Raises ValueError for computed pieces that cannot be cut so.
-        """
-        ...
-
-    def backward(self, pieces: Pieces, parts: int) -> Pieces:
-        """The inverse."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Unstack:
-    """Tensors stacked along the first axis, one for each value of a wildcard: packed experts."""
-
-    fan: str
-
-    def forward(self, pieces: Parts, _parts: int) -> Parts:
-        return {(*key, i): piece.select(0, i) for key, piece in pieces.items() for i in range(piece.shape[0])}
-
-    def backward(self, pieces: Pieces, _parts: int) -> Pieces:
-        return {key: stack(ones) for key, ones in _gather(pieces).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Divide:
-    """As many equal consecutive pieces along an axis as the rule has parts: gate and up."""
-
-    axis: int = 0
-
-    @property
-    def fan(self) -> str:
-        return "part"
-
-    def forward(self, pieces: Parts, parts: int) -> Parts:
-        divided: Parts = {}
-        for key, piece in pieces.items():
-            width, rest = divmod(piece.shape[self.axis], parts)
-            if rest:
-                raise ValueError(f"{piece.name}: {list(piece.shape)} does not divide by {parts} along axis {self.axis}")
-            divided |= {(*key, i): piece.slice(self.axis, i * width, (i + 1) * width) for i in range(parts)}
-        return divided
-
-    def backward(self, pieces: Pieces, _parts: int) -> Pieces:
-        return {key: concat(ones, self.axis) for key, ones in _gather(pieces).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Transpose:
-    """The last two axes swapped; its own inverse."""
-
-    @property
-    def fan(self) -> None:
-        return None
-
-    def forward(self, pieces: Parts, _parts: int) -> Parts:
-        return {key: _transpose(piece) for key, piece in pieces.items()}
-
-    def backward(self, pieces: Pieces, _parts: int) -> Pieces:
-        return {key: piece.transpose() for key, piece in pieces.items()}
-
-
-def _transpose(piece: Value) -> Tensor:
-    if isinstance(piece, Tensor):
-        return piece.transpose()
-    raise ValueError(f"{piece.name}: `{piece.function}` cannot be transposed")
-
-
-def _gather(pieces: Pieces) -> dict[Key, list[Tensor]]:
-    """The pieces that agree but for the last number of their keys, in its order."""
-    groups: dict[Key, list[Tensor]] = {}
-    for key in sorted(pieces):
-        groups.setdefault(key[:-1], []).append(pieces[key])
-    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +51,18 @@ class Rule:
         expected = ", ".join([str(_known(part, sizes) or part) for part in self.shape])
         return f"{tensor.name} has shape {list(tensor.shape)}, not [{expected}]"
 
-    def split(self, tensor: Value) -> Parts:
-        """The parts of a whole. Raises ValueError for a computed one that cannot be cut so."""
+    def split(self, tensor: Value, sizes: Sizes) -> Parts:
+        """The parts of a whole. Raises ValueError for one that does not fit, or that is computed and cannot be cut."""
         pieces: Parts = {(): tensor}
         for step in self.steps:
-            pieces = step.forward(pieces, len(self.parts))
+            pieces = step.forward(pieces, len(self.parts), sizes)
         return pieces
 
-    def join(self, pieces: Mapping[Key, Tensor]) -> Tensor:
-        """The whole of all its parts."""
+    def join(self, pieces: Mapping[Key, Value], sizes: Sizes) -> Value:
+        """The whole of all its parts. Raises ValueError for parts that do not fit together."""
         whole = dict(pieces)
         for step in reversed(self.steps):
-            whole = step.backward(whole, len(self.parts))
+            whole = step.backward(whole, len(self.parts), sizes)
         return whole[()]
 
     def part_name(self, key: Key, bindings: Mapping[str, str]) -> str:
@@ -180,12 +93,14 @@ class Rewritten:
     origins:   new name → the names it was made from.
     problems:  wholes that do not fit their rule, names that two tensors would take.
     explained: names that are absent only because of those problems.
+    unknown:   names that passed through because no rule knows them.
     """
 
     tensors: dict[str, Value] = field(default_factory=dict)
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: list[UnshardError] = field(default_factory=list)
     explained: set[str] = field(default_factory=set)
+    unknown: list[str] = field(default_factory=list)
 
     def add(self, name: str, value: Value, origins: tuple[str, ...]) -> None:
         if name in self.tensors:
@@ -201,33 +116,40 @@ def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> 
     result = Rewritten()
     misfits: list[str] = []
     for name, value in tensors.items():
-        found = _match(name, rules)
+        found = find_rule(name, rules)
         if found is None or _is_done(found[0], value, sizes):
             result.add(name, value, (name,))
+            result.unknown += [name] if found is None else []
             continue
         rule, bindings = found
         try:
             parts = _take_apart(rule, value, sizes)
-        except ValueError as misfit:
-            misfits.append(str(misfit))
+        except (ValueError, ModelError) as misfit:
+            misfits.append(misfit.message if isinstance(misfit, ModelError) else str(misfit))
             result.explained.update(_names_of_parts(rule, value, bindings, sizes))
             continue
         for key, piece in parts.items():
             result.add(rule.part_name(key, bindings), piece, (name,))
     if misfits:
-        message = "tensors that do not fit the model's configuration:\n  " + "\n  ".join(misfits)
+        message = "tensors that do not fit the model's configuration:\n" + items_in_lines(list(dict.fromkeys(misfits)))
         result.problems.append(ModelError(message, hint="does this config.json belong to these weights? see --config"))
     return result
 
 
 def _take_apart(rule: Rule, value: Value, sizes: Sizes) -> Parts:
-    """The parts of a whole. Raises ValueError for one that does not fit the config, or that cannot be cut so."""
+    """The parts of a whole.
+
+    Raises ValueError for one that does not fit the config, or that cannot be cut so; ModelError where the config lacks
+    a size.
+    """
     if misfit := rule.misfit(value, sizes):
         raise ValueError(misfit)
-    return rule.split(value)
+    return rule.split(value, sizes)
 
 
-def join(tensors: Mapping[str, Value], rules: Sequence[Rule], wanted: frozenset[str] | None = None) -> Rewritten:
+def join(
+    tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes, wanted: frozenset[str] | None = None
+) -> Rewritten:
     """All tensors on the side of the wholes, as far as all parts of a whole are there; the others pass through.
 
     With `wanted`, only wholes of these names are made.
@@ -250,19 +172,14 @@ def join(tensors: Mapping[str, Value], rules: Sequence[Rule], wanted: frozenset[
             done.add(whole_of[name])
             rule, names = group
             try:
-                result.add(whole_of[name], _join(rule, names, tensors), tuple(names.values()))
+                joined = rule.join({key: tensors[part] for key, part in names.items()}, sizes)
+                result.add(whole_of[name], joined, tuple(names.values()))
             except ValueError as error:
                 result.problems.append(ModelError(f"the parts of {whole_of[name]} do not fit together: {error}"))
     return result
 
 
-def _join(rule: Rule, names: Mapping[Key, str], tensors: Mapping[str, Value]) -> Value:
-    if not rule.steps:
-        return tensors[names[()]]
-    return rule.join({key: piece for key, name in names.items() if isinstance(piece := tensors[name], Tensor)})
-
-
-def _match(name: str, rules: Sequence[Rule]) -> tuple[Rule, dict[str, str]] | None:
+def find_rule(name: str, rules: Sequence[Rule]) -> tuple[Rule, dict[str, str]] | None:
     """The rule whose `whole` a name is; the one with the most literal text, where there are several."""
     found = [(rule, match.groupdict()) for rule in rules if (match := _pattern(rule.whole).fullmatch(name))]
     return max(found, key=lambda pair: _literal_length(pair[0].whole)) if found else None

@@ -16,8 +16,9 @@ class Sizes:
 
     An expression is a chain of factors from left to right: keys or whole numbers, joined by `*` and `//`, as in
     "num_attention_heads*head_dim" or "hidden_size//num_attention_heads". A key is looked up in `text_config` first,
-    where there is one, then at the top; "vision.depth" is `depth` of `vision_config`. Null counts as absent. Where a
-    key is absent, `given` (what the user said) is asked, then the defaults.
+    where there is one, then at the top; "vision.depth" is `depth` of `vision_config`, "megatron.num_experts" is what
+    training recorded under that name. Null counts as absent. Where a key is absent, `given` (what the user said) is
+    asked, then the defaults.
     """
 
     def __init__(
@@ -25,13 +26,17 @@ class Sizes:
         config: Mapping[str, Any],
         defaults: Mapping[str, Default] | None = None,
         given: Mapping[str, int | None] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
+        self._facts = facts or {}
         self._defaults = defaults or {}
         self._given = given or {}
 
     def stored(self, key: str) -> Any:
-        """What config.json itself says, or None."""
+        """What config.json itself says (or training recorded), or None."""
+        if key.startswith("megatron."):
+            return self._facts.get(key.removeprefix("megatron."))
         if key.startswith("vision."):
             return _section(self.config, "vision_config").get(key.removeprefix("vision."))
         value = _section(self.config, "text_config").get(key)

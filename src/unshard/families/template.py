@@ -143,6 +143,12 @@ class Family:
     heads:      endings of the class names that the family has.
     rules:      from the names of the running model to those of the file that `save_pretrained` writes.
     defaults:   what transformers takes for keys that config.json lacks, besides `COMMON_DEFAULTS`.
+    optional:   parameters that a file may hold and the model in transformers does not have: layers that predict several
+                tokens (MTP), say.
+    fp32:       patterns of names in the file that no `--dtype` casts.
+    megatron:   from the names of Megatron, as `formats.megatron` gives them and with the aliases of
+                `families.megatron` resolved, to those of the file. None: nobody has written them down.
+    mtp_follows: MTP layers are layers `num_hidden_layers`, … of the decoder in the file.
     """
 
     model_type: str
@@ -151,6 +157,10 @@ class Family:
     heads: tuple[str, ...] = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification")
     rules: tuple[Rule, ...] = ()
     defaults: Mapping[str, Default] = field(default_factory=dict)
+    optional: Contents = ()
+    fp32: tuple[str, ...] = ()
+    megatron: tuple[Rule, ...] = ()
+    mtp_follows: bool = False
 
     def all_defaults(self) -> Mapping[str, Default]:
         return {**COMMON_DEFAULTS, **self.defaults}

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unshard.families.rules import Divide, Rule, Transpose, Unstack, rename
+from unshard.families.rules import Rule, rename
+from unshard.families.steps import Divide, Transpose, Unstack
 
 
 def experts(

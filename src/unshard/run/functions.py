@@ -49,7 +49,7 @@ class Registered:
 
 _FUNCTIONS: dict[str, Registered] = {}
 
-PROVIDERS = ("unshard.adapters.functions",)
+PROVIDERS = ("unshard.adapters.functions", "unshard.families.functions")
 """Modules that register functions when they are imported: a plan may come from a file, before anyone else did."""
 
 

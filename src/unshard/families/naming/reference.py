@@ -10,6 +10,7 @@ from unshard.families.naming.checks import compare
 from unshard.families.naming.draft import Draft
 from unshard.families.naming.ties import find_tied
 from unshard.families.rules import Rule, join
+from unshard.families.sizes import Sizes
 from unshard.tensors import Tensor
 
 _WAYS_OUT = {
@@ -28,7 +29,8 @@ def follow(draft: Draft, reference: Checkpoint, rules: Sequence[Rule], config: M
     """
     expected = {name: tensor.shape for name, tensor in reference.tensors.items()}
     shapes = {name: value.shape for name, value in draft.tensors.items()}
-    joined = join(draft.tensors, rules, frozenset([name for name in expected if shapes.get(name) != expected[name]]))
+    wanted = frozenset([name for name in expected if shapes.get(name) != expected[name]])
+    joined = join(draft.tensors, rules, Sizes(config), wanted)
     draft.problems += joined.problems
     draft.replace(joined.tensors, joined.origins)
     changed = tuple([name for name, value in joined.tensors.items() if value.shape != shapes.get(name)])
