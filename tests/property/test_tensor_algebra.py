@@ -26,6 +26,24 @@ def test_any_program_equals_numpy(data: st.DataObject) -> None:
 
 @settings(max_examples=200)
 @given(st.data())
+def test_unstack_is_select_at_every_index(data: st.DataObject) -> None:
+    """On axes of one and of several factors, and after operations that leave chunks strided."""
+    disk = Disk()
+    tensor, array = draw_tensor(data.draw, disk, data.draw(shapes(1)), F32, "a")
+    for _ in range(data.draw(st.integers(0, 3))):
+        tensor, array = apply_random(data.draw, tensor, array)
+    if not tensor.shape:
+        return
+    axis = data.draw(st.integers(-tensor.ndim, tensor.ndim - 1))
+    parts = tensor.unstack(axis)
+    assert parts == tuple([tensor.select(axis, index) for index in range(tensor.shape[axis])])
+    for index, part in enumerate(parts):
+        assert_equal(part, array.take(index, axis), disk)
+        assert len(part.chunks) <= len(tensor.chunks)
+
+
+@settings(max_examples=200)
+@given(st.data())
 def test_concat_of_tensors_with_different_pasts_equals_numpy(data: st.DataObject) -> None:
     """Each part is a refactored, transposed tensor of its own sharding; only the axis of the concatenation differs."""
     disk = Disk()

@@ -27,6 +27,43 @@ def slice_chunk(chunk: Chunk, axis: int, start: int, stop: int, step: int) -> Ch
     return Chunk(Box(tuple(offsets), tuple(sizes)), extent, chunk.rank)
 
 
+def chunks_at(
+    chunks: Sequence[Chunk], grid: Sequence[int], first: int, end: int, indices: range
+) -> list[tuple[Chunk, ...]]:
+    """The chunks at each of some row-major indices of the grid axes `first:end`, without those axes.
+
+    Each chunk is looked at once, so that taking all indices apart costs what comes out of it, and no more.
+    """
+    found: list[list[Chunk]] = [[] for _ in indices]
+    steps = row_major_strides(grid[first:end])
+    for chunk in without_empty(chunks):
+        places = _places(chunk, first, end, steps, indices)
+        if not places:
+            continue
+        box, extent = chunk.box, chunk.extent
+        rest = Box((*box.offsets[:first], *box.offsets[end:]), (*box.sizes[:first], *box.sizes[end:]))
+        strides = (*extent.strides[:first], *extent.strides[end:])
+        for index, shift in places:
+            moved = Extent(extent.file, extent.offset + shift, strides, extent.dtype, extent.encoding)
+            found[index - indices.start].append(Chunk(rest, moved, chunk.rank))
+    return [tuple(members) for members in found]
+
+
+def _places(chunk: Chunk, first: int, end: int, steps: Sequence[int], indices: range) -> list[tuple[int, int]]:
+    """Where a chunk meets some row-major indices of the axes `first:end`: (index, bytes from the chunk's first)."""
+    box, places = chunk.box, [(0, 0)]
+    axes = zip(box.offsets[first:end], box.sizes[first:end], chunk.extent.strides[first:end], steps, strict=True)
+    for low, size, stride, step in axes:
+        places = [
+            (index + at * step, shift + (at - low) * stride)
+            for index, shift in places
+            for at in range(
+                max(low, (indices.start - index) // step), min(low + size, -(-(indices.stop - index) // step))
+            )
+        ]
+    return places
+
+
 def without_empty(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """The chunks that have elements. An empty one must not lose the axis, or the length, that makes it empty."""
     return tuple([chunk for chunk in chunks if 0 not in chunk.box.sizes])

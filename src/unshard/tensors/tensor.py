@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import TypeAlias
 
 from unshard.dtypes import DType
 from unshard.tensors.box import Box
 from unshard.tensors.chunk import Chunk
-from unshard.tensors.reboxing import merge_axes, pick_axes, slice_chunk, split_axis, without_empty
+from unshard.tensors.reboxing import chunks_at, merge_axes, pick_axes, slice_chunk, split_axis, without_empty
 
 Factors: TypeAlias = tuple[tuple[int, ...], ...]
 """Per public axis, the grid axes that it is the row-major product of."""
@@ -125,20 +125,18 @@ class Tensor(Shaped):
         axis = self._axis(axis)
         if not 0 <= index < self.shape[axis]:
             raise ValueError(f"{self.name}: index {index} is outside an axis of {self.shape[axis]}")
-        one = self.slice(axis, index, index + 1)
-        shape = one.shape[:axis] + one.shape[axis + 1 :]
-        return one.reshape(shape)
+        return self._without_axis(axis, range(index, index + 1))[0]
 
     def unstack(self, axis: int = 0) -> tuple[Tensor, ...]:
-        """All tensors along an axis, without that axis."""
-        return tuple([self.select(axis, index) for index in range(self.shape[self._axis(axis)])])
+        """All tensors along an axis, without that axis. Takes as long as the chunks that come out are many."""
+        axis = self._axis(axis)
+        return self._without_axis(axis, range(self.shape[axis]))
 
     def split(self, axis: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Consecutive pieces of the given sizes, which must add up to the axis."""
         if sum(sizes) != self.shape[self._axis(axis)]:
             raise ValueError(f"{self.name}: pieces of {tuple(sizes)} do not add up to {self.shape[axis]}")
-        stops = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        return tuple([self.slice(axis, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)])
+        return tuple([self.slice(axis, stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)])
 
     # -- shape ---------------------------------------------------------------------------------------------------------
 
@@ -217,6 +215,15 @@ class Tensor(Shaped):
         if not -self.ndim <= axis < self.ndim:
             raise ValueError(f"{self.name}: no axis {axis} in shape {self.shape}")
         return axis % self.ndim
+
+    def _without_axis(self, axis: int, indices: range) -> tuple[Tensor, ...]:
+        """The tensor at each of some indices of an axis, without that axis."""
+        first = sum(len(group) for group in self.factors[:axis])
+        end = first + len(self.factors[axis])
+        found = chunks_at(self.chunks, self.grid, first, end, indices)
+        shape = (*self.shape[:axis], *self.shape[axis + 1 :])
+        factors = (*self.factors[:axis], *self.factors[axis + 1 :])
+        return tuple([Tensor(self.name, self.dtype, shape, chunks, factors) for chunks in found])
 
     def _with_factors(self, axis: int, group: Sequence[int]) -> Tensor:
         """The same tensor whose `axis` has these factors, which refine those that it has."""
