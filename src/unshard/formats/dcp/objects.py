@@ -1,0 +1,29 @@
+"""Entries that are no tensors: anything that torch.save takes, as inert records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unshard.errors import FormatError
+from unshard.formats.torch_file import read_torch_file
+from unshard.tensors import SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """`length` bytes of a file from byte `offset` on, in which torch.save put an object. `path` is to be opened."""
+
+    file: SourceFile
+    path: Path
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+def read_item(item: Item) -> Any:
+    """The object, of dicts, lists, numbers, text and records. FormatError where it is damaged or hostile."""
+    if item.transforms:
+        raise FormatError(f"{item.file}: an item was written through {', '.join(item.transforms)}, which is not read")
+    return read_torch_file(item.path, item.file, start=item.offset, length=item.length).root
