@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Shape
-from unshard.families import llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe
+from unshard.families import llama, megatron, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe
 from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
+from unshard.families.rules import Rule
 from unshard.families.template import Family
 from unshard.model import Model
 from unshard.model_config import is_tied
@@ -20,6 +21,16 @@ FAMILIES: Mapping[str, Family] = {
     for module in (llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe)
 }
 """By `model_type` of config.json."""
+
+
+def translate(checkpoint: Checkpoint, config: Mapping[str, Any], rules: Sequence[Rule] = ()) -> megatron.Translation:
+    """The tensors of a checkpoint in another framework's dialect, under the names of the Hugging Face file.
+
+    config: the parsed config.json of the model. rules: the user's own, asked before those of the model's family.
+
+    Nothing is raised for what is wrong with the checkpoint: all of it is in `Translation.problems`.
+    """
+    return megatron.translate(checkpoint, config, FAMILIES.get(str(config.get("model_type"))), rules)
 
 
 def name_model(

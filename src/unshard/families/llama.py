@@ -1,6 +1,7 @@
 """Llama 1 to 3.3, and what shares their architecture."""
 
 from unshard.families.blocks import NORMS, attention, decoder, gated_mlp
+from unshard.families.megatron.blocks import DENSE
 from unshard.families.template import Block, Family, Flag
 
 FAMILY = Family(
@@ -11,4 +12,5 @@ FAMILY = Family(
         Block("mlp", gated_mlp(bias=Flag("mlp_bias"))),
         *NORMS,
     ),
+    megatron=DENSE,
 )

@@ -1,10 +1,12 @@
 """Mistral 7B and its dense successors."""
 
 from unshard.families.blocks import NORMS, attention, decoder, gated_mlp
+from unshard.families.megatron.blocks import DENSE
 from unshard.families.template import Block, Family
 
 FAMILY = Family(
     model_type="mistral",
     prefix="Mistral",
     parameters=decoder(*attention(), Block("mlp", gated_mlp()), *NORMS),
+    megatron=DENSE,
 )

@@ -97,7 +97,7 @@ def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
     decision = decide(catalog, options)
     compile_plan(decision.target)
     tensors = dict(_planned_tensors(decision.target))
-    config = {**(catalog.config or {}), **decision.model.config_changes}
+    config = {**(decision.checkpoint.config or {}), **decision.model.config_changes}
     adapters = dict(_planned_adapters(decision.target))
     ties = find_tied(tensors, config)
     return Side(tensors, catalog.roots, ties, adapters, decision.model.family, decision.notes, is_checkpoint=True)

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.dtypes import CAST_CHOICES, U8
@@ -148,9 +150,17 @@ def _add_assets(
         chunks = (contiguous_chunk(asset.file, 0, (asset.size,), U8),) if asset.size else ()
         content = Tensor(asset.path, U8, (asset.size,), chunks)
         files.add(TargetFile(asset.path, asset.size, tensors=((0, content),) if asset.size else ()))
+    if source.config is not None and values and CONFIG not in files.by_path:
+        files.add(_literal_file(CONFIG, _write_config(source.config, values, model)))
     if strays:
         text = f"links lead out of the checkpoint, and what lies there is copied: {items_in_words(strays, 5)}"
         files.notes.append(Note(text, level="warning"))
+
+
+def _write_config(config: Mapping[str, Any], values: Sequence[Value], model: Model) -> bytes:
+    """A config.json of its own, for a checkpoint that has a config and no file of it."""
+    data = (json.dumps(dict(config), indent=2, sort_keys=True) + "\n").encode("ascii")
+    return adapt_config(data, config, values, model.config_changes, Path(CONFIG))[0]
 
 
 def _literal_file(path: str, data: bytes, *, last: bool = False) -> TargetFile:

@@ -1,0 +1,5 @@
+"""Megatron's names and layouts, translated into those of Hugging Face files by the rules that families have as data."""
+
+from unshard.families.megatron.translation import Translation, translate
+
+__all__ = ["Translation", "translate"]

@@ -1,0 +1,51 @@
+"""What training recorded of the architecture against what config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unshard.errors import ModelError
+from unshard.families.sizes import Sizes
+from unshard.words import items_in_lines
+
+_SAME = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+}
+
+
+def compare_facts(facts: Mapping[str, Any], sizes: Sizes) -> ModelError | None:
+    """All contradictions between the two, in one error; None where they agree as far as both tell."""
+    lines = [
+        f"{fact} is {found} in training and {key} {expected} in config.json"
+        for fact, key in _comparable(facts)
+        if (found := _number(facts.get(fact))) is not None
+        and (expected := sizes.known(key)) is not None
+        and found != expected
+    ]
+    padded, vocabulary = _number(facts.get("padded_vocab_size")), sizes.known("vocab_size")
+    if padded is not None and vocabulary is not None and padded < vocabulary:
+        lines.append(f"padded_vocab_size is {padded} in training, less than vocab_size {vocabulary} in config.json")
+    if not lines:
+        return None
+    return ModelError(
+        f"config.json contradicts what training recorded:\n{items_in_lines(lines)}",
+        hint="give the config.json of the model that was trained with --config DIR",
+    )
+
+
+def _comparable(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name in Megatron, key of config.json) of the sizes that must be the same for this kind of model."""
+    yield from _SAME.items()
+    if not facts.get("multi_latent_attention"):
+        if facts.get("group_query_attention"):
+            yield "num_query_groups", "num_key_value_heads"
+        yield "kv_channels", "head_dim"
+    if not facts.get("num_experts"):
+        yield "ffn_hidden_size", "intermediate_size"
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
