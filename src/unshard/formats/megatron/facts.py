@@ -1,24 +1,32 @@
 """What training recorded of a model's architecture, under the names of Megatron-LM's arguments.
 
-Three vocabularies say the same things: Megatron-LM's arguments (`args` of a checkpoint, an argparse.Namespace),
-megatron-core's TransformerConfig (verl's `transformer_config.json`, NeMo, Megatron-Bridge), and what the latter two add
-(`share_embeddings_and_output_weights`). Here all become the first, as `core_transformer_config_from_args` relates them
-(Megatron-LM megatron/training/argument_utils.py, formerly arguments.py). Values are plain JSON: what is no such value (functions, classes, enums
-whose members only the framework knows) is left out.
+Two vocabularies say the same things: Megatron-LM's arguments (`args` of a checkpoint, an argparse.Namespace), and
+megatron-core's TransformerConfig with what NeMo's GPTConfig and Megatron-Bridge's providers add to it. Here all become
+the first, as `core_transformer_config_from_args` relates them (Megatron-LM megatron/training/argument_utils.py).
+
+| file                                    | written by                        | its facts are in            |
+|-----------------------------------------|-----------------------------------|-----------------------------|
+| `transformer_config.json`               | verl, beside or above `dist_ckpt` | the file itself             |
+| `run_config.yaml`                       | Megatron-Bridge, in each `iter_*` | `model`, `peft`             |
+| `context/model.yaml`, `context/io.json` | NeMo 2, beside `weights`          | `config`, `model_transform` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unshard.dtypes import DType
+from unshard.checkpoint import Note
 from unshard.errors import FormatError, UnshardError
 from unshard.formats.huggingface.assets import read_config
-from unshard.formats.torch_file import Global, Opaque
+from unshard.formats.megatron.nemo_context import ObjectGraph
+from unshard.formats.megatron.plain_values import plain_members
+from unshard.formats.yaml_text import INSTALL, can_read_yaml, read_yaml
 
 TRANSFORMER_CONFIG = "transformer_config.json"
+RUN_CONFIG = "run_config.yaml"
+NEMO_CONTEXT = "context"
 
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -28,65 +36,96 @@ _RENAMED = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
 """TransformerConfig's names → those of Megatron-LM's arguments; the others are the same."""
-_MAX_DEPTH = 8
-_MAX_TEXT = 4096
 
 
 def read_facts(recorded: object) -> dict[str, Any]:
-    """The facts in a Namespace, a dict of arguments or a TransformerConfig, as a file holds them; {} in all else."""
-    members = recorded.state if isinstance(recorded, Opaque) else recorded
-    if not isinstance(members, Mapping):
-        return {}
-    plain = {name: _plain(value) for name, value in members.items() if isinstance(name, str) and name[:1] != "_"}
-    return _in_arguments({name: value for name, value in plain.items() if value is not _ABSENT})
+    """The facts in a Namespace, a dict of arguments or a TransformerConfig, as a file holds them; {} in all else.
 
-
-def facts_beside(directory: Path, problems: list[UnshardError]) -> dict[str, Any]:
-    """The facts in files beside or above the weights; what is wrong with them is added to `problems`."""
-    for place in (directory, directory.parent, directory.parent.parent):
-        if (place / TRANSFORMER_CONFIG).is_file():
-            try:
-                return read_facts(read_config(place / TRANSFORMER_CONFIG))
-            except FormatError as error:
-                problems.append(error)
-                return {}
-    return {}
-
-
-class _Absent:
-    """The kind of `_ABSENT`."""
-
-
-_ABSENT = _Absent()
-"""What stands for a value that is no plain JSON."""
-
-
-def _plain(value: object, depth: int = 0) -> Any:
-    """The value as plain JSON; the name of a dtype, a function or a class; `_ABSENT` for all else."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return value.removeprefix("torch.") if len(value) <= _MAX_TEXT else _ABSENT
-    if isinstance(value, DType):
-        return value.torch_name
-    if isinstance(value, Global):
-        return value.path.removeprefix("torch.")
-    if isinstance(value, Opaque) and len(value.args) == 1 and isinstance(value.args[0], str):
-        return value.args[0]
-    if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
-        items = [_plain(item, depth + 1) for item in value]
-        return items if _ABSENT not in items else _ABSENT
-    return _ABSENT
-
-
-def _in_arguments(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts under the names of arguments; where a fact is there under both names, that of the argument holds."""
+    Values are plain JSON (see `plain_values`); names that are in neither vocabulary stay as they are.
+    """
+    inner = recorded.get("transformer") if isinstance(recorded, Mapping) else None
+    facts = plain_members(inner) | plain_members(recorded)
     named = {_RENAMED[name]: value for name, value in facts.items() if name in _RENAMED}
     facts = named | {name: value for name, value in facts.items() if name not in _RENAMED}
-    if "share_embeddings_and_output_weights" in facts:
-        facts.setdefault("untie_embeddings_and_output_weights", not facts["share_embeddings_and_output_weights"])
-    if "gated_linear_unit" in facts and isinstance(facts.get("activation_func"), str):
-        facts.setdefault("swiglu", bool(facts["gated_linear_unit"]) and "silu" in facts["activation_func"])
-    if facts.get("group_query_attention") is False and facts.get("num_attention_heads") is not None:
-        facts["num_query_groups"] = facts["num_attention_heads"]
+    _settle_groups(facts)
+    _settle_activation(facts)
+    shared = facts.pop("share_embeddings_and_output_weights", None)
+    if isinstance(shared, bool):
+        facts.setdefault("untie_embeddings_and_output_weights", not shared)
     return facts
+
+
+def _settle_groups(facts: dict[str, Any]) -> None:
+    """`num_query_groups` means nothing (the arguments' default is 1) unless `group_query_attention` is set."""
+    heads, groups = facts.get("num_attention_heads"), facts.get("num_query_groups")
+    grouped = facts.get("group_query_attention")
+    if heads is None:
+        return
+    if grouped is False or (grouped is None and "num_query_groups" in facts and groups is None):
+        facts["num_query_groups"] = heads
+    if grouped is None and facts.get("num_query_groups") is not None:
+        facts["group_query_attention"] = facts["num_query_groups"] != heads
+
+
+def _settle_activation(facts: dict[str, Any]) -> None:
+    """`swiglu` and `quick_geglu`, of which TransformerConfig makes `gated_linear_unit` and `activation_func`."""
+    gated, function = facts.get("gated_linear_unit"), facts.get("activation_func")
+    if isinstance(gated, bool) and isinstance(function, str):
+        facts.setdefault("swiglu", gated and "silu" in function)
+        facts.setdefault("quick_geglu", gated and "quick_gelu" in function)
+
+
+def facts_beside(directory: Path, problems: list[UnshardError], notes: list[Note] | None = None) -> dict[str, Any]:
+    """The facts in the files that verl, Megatron-Bridge and NeMo leave beside or above the weights in `directory`.
+
+    What is wrong with such a file is added to `problems`: one that is malformed is never taken for an absent one. What
+    cannot be read for want of PyYAML is said in `notes`.
+    """
+    facts: dict[str, Any] = {}
+    for path, reader in _files_beside(directory.absolute()):
+        if not path.is_file():
+            continue
+        if path.suffix == ".yaml" and not can_read_yaml():
+            if notes is not None:
+                notes.append(Note(f"{path} was not read, as PyYAML is not installed: {INSTALL}"))
+            continue
+        try:
+            facts |= reader(path)
+        except FormatError as error:
+            problems.append(error)
+    return facts
+
+
+def _files_beside(directory: Path) -> list[tuple[Path, Callable[[Path], dict[str, Any]]]]:
+    """The files with facts and their readers, the fullest last. Above a `dist_ckpt` may lie `model/` (verl)."""
+    above = (directory.parent.parent, directory.parent, directory)
+    found = [(place / TRANSFORMER_CONFIG, _read_transformer_config) for place in above]
+    for place in (directory.parent, directory):
+        context = place / NEMO_CONTEXT
+        found += [(context / "io.json", _read_nemo_graph), (context / "model.yaml", _read_nemo_model)]
+    return [*found, (directory / RUN_CONFIG, _read_run_config)]
+
+
+def _read_transformer_config(path: Path) -> dict[str, Any]:
+    return read_facts(read_config(path))
+
+
+def _read_run_config(path: Path) -> dict[str, Any]:
+    content = read_yaml(path)
+    return read_facts(content.get("model")) | _lora_facts(content.get("peft"))
+
+
+def _read_nemo_model(path: Path) -> dict[str, Any]:
+    content = read_yaml(path)
+    return read_facts(content.get("config")) | _lora_facts(content.get("model_transform"))
+
+
+def _read_nemo_graph(path: Path) -> dict[str, Any]:
+    graph = ObjectGraph(read_config(path))
+    return read_facts(graph.members("model", "config")) | _lora_facts(graph.members("model", "model_transform"))
+
+
+def _lora_facts(recorded: object) -> dict[str, Any]:
+    """`lora_dim` and `lora_alpha`: what NeMo's and Megatron-Bridge's LoRA classes call `dim` and `alpha`."""
+    members = plain_members(recorded)
+    return {f"lora_{name}": members[name] for name in ("dim", "alpha") if members.get(name) is not None}
