@@ -34,6 +34,7 @@ class Model:
     dropped:        stored name → why it is not in the output (a tied weight, a recomputed buffer).
     config_changes: keys of config.json that no longer hold (None deletes), each with a note.
     layout:         output name → file, where a reference model's layout is followed.
+    uncast:         names of tensors that stay what they are under `--dtype`: the model needs their precision.
     """
 
     tensors: Mapping[str, Value]
@@ -44,3 +45,4 @@ class Model:
     dropped: Mapping[str, str] = field(default_factory=dict)
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, str] | None = None
+    uncast: frozenset[str] = frozenset()

@@ -10,7 +10,7 @@ from unshard.checkpoint import Shape
 from unshard.dtypes import F32
 from unshard.families.rules import split
 from unshard.families.sizes import Sizes
-from unshard.families.template import HEADS, VALUE_HEAD, Family, expand
+from unshard.families.template import HEADS, VALUE_HEAD, Extra, Family, expand
 from unshard.model_config import class_name
 from unshard.tensors import Tensor, Value
 
@@ -46,6 +46,11 @@ class Architecture:
         """Parameters of the base model in the file that `save_pretrained` writes."""
         outlines: dict[str, Value] = {name: Tensor(name, F32, shape, ()) for name, shape in self.base_shapes().items()}
         return {name: value.shape for name, value in split(outlines, self.family.rules, self.sizes).tensors.items()}
+
+    def extra_shapes(self) -> list[tuple[Extra, dict[str, Shape]]]:
+        """What the file may hold besides: each set with its parameters, where the config has any of it."""
+        shapes = [(extra, expand(extra.contents, self.sizes)) for extra in self.family.extras]
+        return [(extra, expected) for extra, expected in shapes if expected]
 
     def head_shapes(self, *, tied: bool, value_head: bool = False) -> dict[str, Shape]:
         """Parameters behind the base model, under the same names in the file and running.

@@ -134,6 +134,17 @@ COMMON_DEFAULTS: Mapping[str, Default] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Extra:
+    """Parameters that a file may hold and the model in transformers does not have: all of them, or none.
+
+    absence: what the report says where they are not there; None: nothing.
+    """
+
+    contents: Contents
+    absence: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """A model family: the parameters of its base model, and how the file on the hub differs from the running model.
 
@@ -143,9 +154,9 @@ class Family:
     heads:      endings of the class names that the family has.
     rules:      from the names of the running model to those of the file that `save_pretrained` writes.
     defaults:   what transformers takes for keys that config.json lacks, besides `COMMON_DEFAULTS`.
-    optional:   parameters that a file may hold and the model in transformers does not have: layers that predict several
-                tokens (MTP), say.
-    fp32:       patterns of names in the file that no `--dtype` casts.
+    extras:     what the file may hold besides: layers that predict several tokens (MTP), say.
+    fp32:       how names of parameters end that stay what they are under `--dtype` (transformers,
+                `_keep_in_fp32_modules_strict`).
     megatron:   from the names of Megatron, as `formats.megatron` gives them and with the aliases of
                 `families.megatron` resolved, to those of the file. None: nobody has written them down.
     mtp_follows: MTP layers are layers `num_hidden_layers`, … of the decoder in the file.
@@ -157,7 +168,7 @@ class Family:
     heads: tuple[str, ...] = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification")
     rules: tuple[Rule, ...] = ()
     defaults: Mapping[str, Default] = field(default_factory=dict)
-    optional: Contents = ()
+    extras: tuple[Extra, ...] = ()
     fp32: tuple[str, ...] = ()
     megatron: tuple[Rule, ...] = ()
     mtp_follows: bool = False

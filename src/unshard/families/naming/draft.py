@@ -29,6 +29,7 @@ class Draft:
     dropped: dict[str, str] = field(default_factory=dict)
     config_changes: dict[str, Any] = field(default_factory=dict)
     layout: Mapping[str, str] | None = None
+    uncast: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tensors: Mapping[str, Value]) -> Draft:
@@ -61,4 +62,5 @@ class Draft:
             dropped=self.dropped,
             config_changes=self.config_changes,
             layout=self.layout,
+            uncast=self.uncast,
         )

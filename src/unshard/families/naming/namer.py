@@ -73,6 +73,14 @@ class Namer:
         else:
             self._check(architecture, rewritten, tied)
 
+    def _expect_extras(self, architecture: Architecture, expected: dict[str, Shape]) -> None:
+        """Of what a file may hold besides, what is there in part must be there whole."""
+        for extra, shapes in architecture.extra_shapes():
+            if any(name in self.draft.tensors for name in shapes):
+                expected |= shapes
+            elif extra.absence is not None:
+                self.draft.note(extra.absence, tuple(shapes), level="warning")
+
     def _read_base(self) -> None:
         if self.family is None:
             return
@@ -124,10 +132,12 @@ class Namer:
             return
         try:
             expected = self.base | architecture.head_shapes(tied=tied, value_head=has_value_head(draft))
+            self._expect_extras(architecture, expected)
         except ModelError as problem:
             draft.problems.append(problem)
             return
         draft.family = architecture.name
+        draft.uncast = frozenset([name for name in draft.tensors if name.endswith(architecture.family.fp32)])
         vocabulary = check_vocabulary(draft.tensors, expected, architecture.sizes.known("vocab_size"))
         if vocabulary is not None:
             draft.problems.append(vocabulary)

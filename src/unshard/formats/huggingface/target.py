@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGH
 from unshard.options import MergeOptions
 from unshard.target import Target, TargetFile
 from unshard.tensors import Tensor, Value, contiguous_chunk
-from unshard.words import items_in_words
+from unshard.words import count_in_words, items_in_words
 
 _ADAPTER_NAME = re.compile(r"[\w\- +.]*[\w\-]")
 
@@ -39,8 +39,8 @@ def lay_out(model: Model, source: Checkpoint, options: MergeOptions, adapters: S
         raise ModelError("there are no tensors to write")
     files = _Files()
     if model.tensors:
-        values = cast_values(model.tensors, options.dtype)
-        files.notes += _note_uncast(values, options)
+        values = cast_values(model.tensors, options.dtype, model.uncast)
+        files.notes += _note_uncast(values, model.uncast, options)
         _add_weights(values, model.layout, options, files)
         _add_assets(source.assets, source, list(values.values()), model, files)
     else:
@@ -70,24 +70,30 @@ class _Files:
         return tuple(sorted(self.by_path.values(), key=lambda file: file.last))
 
 
-def cast_values(values: Mapping[str, Value], dtype: str) -> dict[str, Value]:
+def cast_values(values: Mapping[str, Value], dtype: str, uncast: Collection[str] = ()) -> dict[str, Value]:
     """The values under their output names, in the type that `--dtype` asks for ("keep": their own).
 
     Integers stay what they are, and so do the small floats of quantised weights, which mean nothing without their
-    scales.
+    scales. `uncast` are names that stay what they are.
     """
     named = {name: value if value.name == name else value.rename(name) for name, value in values.items()}
     wanted = CAST_CHOICES.get(dtype)
     if wanted is None:
         return named
-    return {name: value.cast(wanted) if value.dtype in PLAIN_FLOATS else value for name, value in named.items()}
+    return {
+        name: value.cast(wanted) if value.dtype in PLAIN_FLOATS and name not in uncast else value
+        for name, value in named.items()
+    }
 
 
-def _note_uncast(values: Mapping[str, Value], options: MergeOptions) -> list[Note]:
-    kept = [name for name, value in values.items() if value.dtype.is_float and value.dtype not in PLAIN_FLOATS]
-    if options.dtype == "keep" or not kept:
+def _note_uncast(values: Mapping[str, Value], uncast: Collection[str], options: MergeOptions) -> list[Note]:
+    if options.dtype == "keep":
         return []
-    return [Note(f"{len(kept)} tensors hold quantised floats and were not cast", tuple(kept), "warning")]
+    kept = [name for name, value in values.items() if value.dtype.is_float and value.dtype not in PLAIN_FLOATS]
+    needed = [name for name in values if name in uncast]
+    notes = [Note(f"{len(kept)} tensors hold quantised floats and were not cast", tuple(kept), "warning")]
+    text = f"{count_in_words(len(needed), 'tensor')} not cast: the model needs their precision"
+    return (notes if kept else []) + ([Note(text, tuple(needed))] if needed else [])
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
