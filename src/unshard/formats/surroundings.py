@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unshard.checkpoint import Asset
 from unshard.errors import FormatError, UnshardError
-from unshard.formats.huggingface.assets import find_assets, read_config
+from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, list_directory, read_config
 from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, CONFIG
 
 _ROOT = "assets"
+_TOKENIZER_ROOT = "tokenizer"
 _HUGGINGFACE = "huggingface"
 _ADAPTER_FILES = (
     ADAPTER_CONFIG,
@@ -63,6 +64,22 @@ def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
     return Surroundings(config, assets, roots, adapter, tuple(problems))
 
 
+def add_tokenizer(found: Surroundings, places: Sequence[Path]) -> Surroundings:
+    """`found` with the tokenizer of the first of these places that has one, where no tokenizer is among its assets."""
+    if any(is_tokenizer_file(asset.path) for asset in found.assets):
+        return found
+    for place in places:
+        try:
+            _, beside = find_assets(place, _TOKENIZER_ROOT) if _has_tokenizer(place) else (None, ())
+        except FormatError as error:
+            return replace(found, problems=(*found.problems, error))
+        tokenizer = [asset for asset in beside if is_tokenizer_file(asset.path)]
+        if tokenizer:
+            assets = tuple(sorted([*found.assets, *tokenizer], key=lambda asset: asset.path))
+            return replace(found, assets=assets, roots={**(found.roots or {}), _TOKENIZER_ROOT: place})
+    return found
+
+
 def read_adapter_facts(directories: Sequence[Path], problems: list[UnshardError]) -> dict[str, Any] | None:
     """What the first file with facts of an adapter says; a later one where it is silent, or alpha is 0."""
     facts: dict[str, Any] | None = None
@@ -95,3 +112,10 @@ def _has_model_config(directory: Path) -> bool:
     except FormatError:
         return True
     return "model_type" in config or "architectures" in config
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    try:
+        return directory.is_dir() and any(is_tokenizer_file(entry.name) for entry in list_directory(directory))
+    except FormatError:
+        return False
