@@ -10,7 +10,7 @@ from typing import Any
 from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.errors import UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Source
-from unshard.formats.huggingface.assets import find_assets, read_config
+from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, read_config
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
@@ -21,6 +21,8 @@ from unshard.tensors import SourceFile
 
 CONFIG_ROOT = "config"
 """The root name of the files that `--config` brings."""
+TOKENIZER_ROOT = "tokenizer"
+"""The same for `--tokenizer`."""
 
 
 def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoint:
@@ -40,11 +42,22 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
         )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
     shapes = ShapeTeller(reference, _given_config(options.config))
-    checkpoint = found.read(Source(place, options.also, shapes, shapes.unordered))
+    checkpoint = found.read(Source(place, options.also, shapes, shapes.unordered, _given_axes(options.map)))
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes))
     if place.resolve() != path.resolve():
         checkpoint = replace(checkpoint, notes=(Note(explain(path, place)), *checkpoint.notes))
-    return _with_config(checkpoint, options.config) if options.config else checkpoint
+    if options.config:
+        checkpoint = _with_config(checkpoint, options.config)
+    return _with_tokenizer(checkpoint, options.tokenizer) if options.tokenizer else checkpoint
+
+
+def _given_axes(file: Path | None) -> Mapping[str, int | None]:
+    """How tensors that no table knows lie on tensor-parallel ranks, as `--map` says."""
+    if file is None:
+        return {}
+    from unshard.mapping import read_map  # late: it brings the families with it
+
+    return read_map(file).axes
 
 
 def _given_config(place: Path | None) -> Mapping[str, Any] | None:
@@ -87,6 +100,21 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
         assets=assets,
         roots={**checkpoint.roots, CONFIG_ROOT: place},
         notes=(*checkpoint.notes, Note(f"config and side files come from `{place}`")),
+    )
+
+
+def _with_tokenizer(checkpoint: Checkpoint, place: Path) -> Checkpoint:
+    """The checkpoint with the tokenizer of another directory, and no file of its own one."""
+    files = find_assets(place, TOKENIZER_ROOT)[1] if place.is_dir() else ()
+    tokenizer = [asset for asset in files if is_tokenizer_file(asset.path)]
+    if not tokenizer:
+        raise UsageError(f"`--tokenizer {place}`: no tokenizer lies there", hint=command_line("ls", place))
+    others = [asset for asset in checkpoint.assets if not is_tokenizer_file(asset.path)]
+    return replace(
+        checkpoint,
+        assets=(*others, *tokenizer),
+        roots={**checkpoint.roots, TOKENIZER_ROOT: place},
+        notes=(*checkpoint.notes, Note(f"the tokenizer comes from `{place}`")),
     )
 
 

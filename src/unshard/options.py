@@ -27,6 +27,8 @@ class MergeOptions:
 
     also:           further roots with pieces of the same checkpoint.
     config:         a directory (or config.json) whose config, tokenizer and other side files are used.
+    tokenizer:      a directory whose tokenizer is used, whatever else lies beside the checkpoint.
+    map:            a file with rules of one's own (`unshard.mapping`).
     names:          "hub" (as save_pretrained writes them), "stored", or a reference model's directory.
     dtype:          "keep", "bf16", "fp16", "fp32": floating-point tensors only.
     container:      "safetensors" or "bin".
@@ -46,6 +48,8 @@ class MergeOptions:
 
     also: tuple[Path, ...] = ()
     config: Path | None = None
+    tokenizer: Path | None = None
+    map: Path | None = None
     names: str = "hub"
     dtype: Cast = "keep"
     container: Container = "safetensors"

@@ -10,6 +10,7 @@ from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import ModelError, UsageError, raise_all
 from unshard.formats.huggingface.target import lay_out
+from unshard.mapping import read_map
 from unshard.model import Model
 from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
@@ -84,7 +85,8 @@ def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
             "there is no config.json, so that nothing tells which model this is",
             hint="give the model's own with --config DIR, or write Megatron's names with --weights-only",
         )
-    translation = families.translate(checkpoint, checkpoint.config)
+    rules = read_map(options.map).rules if options.map else ()
+    translation = families.translate(checkpoint, checkpoint.config, rules)
     raise_all(translation.problems)
     notes = (*checkpoint.notes, *translation.notes)
     return replace(checkpoint, tensors=translation.tensors, notes=notes, dialect="huggingface"), translation.computed

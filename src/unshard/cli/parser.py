@@ -215,6 +215,13 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         "(--hf_model_path is verl's word)",
     )  # fmt: skip
     group.add_argument(
+        "--tokenizer", type=path, metavar="DIR", help="take the tokenizer from DIR, and all else from where it lies"
+    )
+    group.add_argument(
+        "--map", type=path, metavar="FILE",
+        help="rules of one's own (TOML) for tensors that no family knows, and for shards that no table knows",
+    )  # fmt: skip
+    group.add_argument(
         "--shapes-from", type=path, metavar="DIR",
         help="a reference model whose parameter shapes unflatten FSDP1 flat parameters",
     )  # fmt: skip

@@ -28,6 +28,8 @@ def merge_options(arguments: argparse.Namespace) -> MergeOptions:
     return MergeOptions(
         also=tuple(arguments.also),
         config=arguments.config,
+        tokenizer=arguments.tokenizer,
+        map=arguments.map,
         names=arguments.names,
         dtype=arguments.dtype,
         container=getattr(arguments, "container", "safetensors"),

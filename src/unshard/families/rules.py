@@ -181,7 +181,7 @@ def join(
 
 def find_rule(name: str, rules: Sequence[Rule]) -> tuple[Rule, dict[str, str]] | None:
     """The rule whose `whole` a name is; the one with the most literal text, where there are several."""
-    found = [(rule, match.groupdict()) for rule in rules if (match := _pattern(rule.whole).fullmatch(name))]
+    found = [(rule, match.groupdict()) for rule in rules if (match := pattern_of(rule.whole).fullmatch(name))]
     return max(found, key=lambda pair: _literal_length(pair[0].whole)) if found else None
 
 
@@ -190,7 +190,7 @@ def _places(name: str, rules: Sequence[Rule]) -> Iterator[tuple[Rule, str, Key]]
     found = []
     for rule in rules:
         for number, part in enumerate(rule.parts):
-            if match := _pattern(part).fullmatch(name):
+            if match := pattern_of(part).fullmatch(name):
                 bindings = match.groupdict()
                 key = tuple([number if fan == "part" else int(bindings[fan]) for fan in rule.fans])
                 found.append((-_literal_length(part), rule, rule.whole.format(**bindings), key))
@@ -249,7 +249,8 @@ def _known(expression: str, sizes: Sizes) -> int | None:
 
 
 @cache
-def _pattern(pattern: str) -> re.Pattern[str]:
+def pattern_of(pattern: str) -> re.Pattern[str]:
+    """The names that a pattern stands for, its wildcards as groups."""
     text = ""
     for number, piece in enumerate(_WILDCARD.split(pattern)):
         if number % 2 == 0:

@@ -290,6 +290,21 @@ class OnPart:
         return {key: piece for key, piece in pieces.items() if key[-1] == self.part}
 
 
+STEPS: Mapping[str, type[Step]] = {
+    "unstack": Unstack,
+    "divide": Divide,
+    "sections": Sections,
+    "transpose": Transpose,
+    "ungroup": Ungroup,
+    "group": Group,
+    "permute": Permute,
+    "swap_halves": SwapHalves,
+    "first_rows": FirstRows,
+    "norm": Norm,
+    "on_part": OnPart,
+}
+"""By the names that a file of rules gives them."""
+
 # Inside ---------------------------------------------------------------------------------------------------------------
 
 
