@@ -14,8 +14,8 @@ Default: TypeAlias = "int | bool | str"
 class Sizes:
     """Expressions over the keys of a config.json, worked out without running any code.
 
-    An expression is a chain of factors from left to right: keys or whole numbers, joined by `*` and `//`, as in
-    "num_attention_heads*head_dim" or "hidden_size//num_attention_heads". A key is looked up in `text_config` first,
+    An expression is a sum of chains of factors from left to right: keys or whole numbers, joined by `*` and `//`, as in
+    "num_attention_heads*head_dim" or "q_lora_rank+hidden_size//num_attention_heads". A key is looked up in `text_config` first,
     where there is one, then at the top; "vision.depth" is `depth` of `vision_config`, "megatron.num_experts" is what
     training recorded under that name. Null counts as absent. Where a key is absent, `given` (what the user said) is
     asked, then the defaults.
@@ -75,6 +75,9 @@ class Sizes:
         return int(parts[0]), int(parts[1])
 
     def _evaluate(self, expression: str, pending: frozenset[str]) -> float:
+        return sum([self._chain(term, pending) for term in expression.split("+")])
+
+    def _chain(self, expression: str, pending: frozenset[str]) -> float:
         result: float = 1
         for number, quotient in enumerate(expression.split("//")):
             value: float = 1
