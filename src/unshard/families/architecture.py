@@ -44,12 +44,11 @@ class Architecture:
 
     def hub_shapes(self) -> dict[str, Shape]:
         """Parameters of the base model in the file that `save_pretrained` writes."""
-        outlines: dict[str, Value] = {name: Tensor(name, F32, shape, ()) for name, shape in self.base_shapes().items()}
-        return {name: value.shape for name, value in split(outlines, self.family.rules, self.sizes).tensors.items()}
+        return self._in_file(self.base_shapes())
 
     def extra_shapes(self) -> list[tuple[Extra, dict[str, Shape]]]:
         """What the file may hold besides: each set with its parameters, where the config has any of it."""
-        shapes = [(extra, expand(extra.contents, self.sizes)) for extra in self.family.extras]
+        shapes = [(extra, self._in_file(expand(extra.contents, self.sizes))) for extra in self.family.extras]
         return [(extra, expected) for extra, expected in shapes if expected]
 
     def head_shapes(self, *, tied: bool, value_head: bool = False) -> dict[str, Shape]:
@@ -60,6 +59,10 @@ class Architecture:
         """
         shapes = {} if tied and self.is_language_model else expand(HEADS[self.ending], self.sizes)
         return shapes | expand(VALUE_HEAD, self.sizes) if value_head else shapes
+
+    def _in_file(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        outlines: dict[str, Value] = {name: Tensor(name, F32, shape, ()) for name, shape in shapes.items()}
+        return {name: value.shape for name, value in split(outlines, self.family.rules, self.sizes).tensors.items()}
 
 
 def read_architecture(

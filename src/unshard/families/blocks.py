@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from unshard.families.template import Block, Condition, Contents, Parameter, linear, parameter
+from unshard.families.template import (
+    Block,
+    Condition,
+    Contents,
+    Flag,
+    Has,
+    PackedExperts,
+    Parameter,
+    linear,
+    parameter,
+)
 
 _QUERIES = "num_attention_heads*head_dim"
 _KEYS = "num_key_value_heads*head_dim"
@@ -28,6 +38,26 @@ def attention(bias: Condition | bool = False, output_bias: Condition | bool = Fa
     )
 
 
+def latent_attention() -> Contents:
+    """Multi-head latent attention of DeepSeek: keys and values through a low rank, queries too if `q_lora_rank` says."""
+    bias = Flag("attention_bias")
+    queries = "num_attention_heads*qk_nope_head_dim+num_attention_heads*qk_rope_head_dim"
+    values = "num_attention_heads*v_head_dim"
+    low_rank = (
+        *linear("self_attn.q_a_proj", "q_lora_rank", "hidden_size", bias),
+        parameter("self_attn.q_a_layernorm.weight", "q_lora_rank"),
+        *linear("self_attn.q_b_proj", queries, "q_lora_rank"),
+    )
+    return (
+        Block("", linear("self_attn.q_proj", queries, "hidden_size"), when=Has("q_lora_rank", False)),
+        Block("", low_rank, when=Has("q_lora_rank")),
+        *linear("self_attn.kv_a_proj_with_mqa", "kv_lora_rank+qk_rope_head_dim", "hidden_size", bias),
+        parameter("self_attn.kv_a_layernorm.weight", "kv_lora_rank"),
+        *linear("self_attn.kv_b_proj", f"num_attention_heads*qk_nope_head_dim+{values}", "kv_lora_rank"),
+        *linear("self_attn.o_proj", "hidden_size", values, bias),
+    )
+
+
 def gated_mlp(
     width: str = "intermediate_size", hidden: str = "hidden_size", bias: Condition | bool = False
 ) -> Contents:
@@ -44,6 +74,14 @@ def packed_experts(count: str, width: str) -> Contents:
     return (
         parameter("experts.gate_up_proj", count, f"2*{width}", "hidden_size"),
         parameter("experts.down_proj", count, "hidden_size", width),
+    )
+
+
+def experts(count: str, width: str) -> tuple[Block, Block]:
+    """Gated experts as they run, without their router: packed under transformers 5, one by one before."""
+    return (
+        Block("", packed_experts(count, width), when=PackedExperts()),
+        Block("experts.{expert}", gated_mlp(width), count=count, when=PackedExperts(False)),
     )
 
 

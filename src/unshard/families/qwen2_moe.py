@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 
-from unshard.families.blocks import NORMS, attention, decoder, gated_mlp, packed_experts
+from unshard.families.blocks import NORMS, attention, decoder, experts, gated_mlp
 from unshard.families.sizes import Default
-from unshard.families.template import Block, Family, Flag, PackedExperts, SparseLayer, linear
+from unshard.families.template import Block, Family, Flag, SparseLayer, linear
 from unshard.families.transformers5 import QWEN_MOE
 
 ROUTER = linear("gate", "num_experts", "hidden_size")
-PACKED = Block("", packed_experts("num_experts", "moe_intermediate_size"), when=PackedExperts())
-SINGLE = Block(
-    "", (Block("experts.{expert}", gated_mlp("moe_intermediate_size"), count="num_experts"),), when=PackedExperts(False)
-)
+PACKED, SINGLE = experts("num_experts", "moe_intermediate_size")
 DENSE = Block("mlp", gated_mlp(), when=SparseLayer(False))
 
 DEFAULTS: Mapping[str, Default] = {"num_experts": "num_local_experts", "decoder_sparse_step": 1}

@@ -32,6 +32,7 @@ class Sizes:
         self._facts = facts or {}
         self._defaults = defaults or {}
         self._given = given or {}
+        self._found: dict[str, int] = {}
 
     def stored(self, key: str) -> Any:
         """What config.json itself says (or training recorded), or None."""
@@ -47,10 +48,12 @@ class Sizes:
 
         Raises ModelError where a key is absent and has no default, or is no number that a size can be.
         """
-        value = self._evaluate(expression, frozenset())
-        size = int(value)
-        if size < 0 or size >= 1 << 48:
-            raise ModelError(f"config.json: {expression} comes to {size}, which is no size of a tensor")
+        size = self._found.get(expression)
+        if size is None:
+            size = int(self._evaluate(expression, frozenset()))
+            if size < 0 or size >= 1 << 48:
+                raise ModelError(f"config.json: {expression} comes to {size}, which is no size of a tensor")
+            self._found[expression] = size
         return size
 
     def known(self, expression: str) -> int | None:
@@ -64,6 +67,12 @@ class Sizes:
         """Whether config.json (or the default) says yes."""
         value = self.stored(key)
         return bool(self._defaults.get(key, False) if value is None else value)
+
+    def has(self, key: str) -> bool:
+        """Whether a key has a value; null says that it has none, even where its absence would mean a default."""
+        text = _section(self.config, "text_config")
+        holder = text if key in text else self.config
+        return holder[key] is not None if key in holder else key in self._defaults
 
     @property
     def transformers_version(self) -> tuple[int, int] | None:

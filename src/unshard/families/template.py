@@ -39,6 +39,17 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
+class Has:
+    """Where config.json gives `key` a value (or null, for `value=False`)."""
+
+    key: str
+    value: bool = True
+
+    def holds(self, sizes: Sizes, _indices: Indices) -> bool:
+        return sizes.has(self.key) == self.value
+
+
+@dataclass(frozen=True, slots=True)
 class SparseLayer:
     """In layers with experts (or in those without, for `value=False`), as the Qwen families choose them.
 
@@ -57,6 +68,24 @@ class SparseLayer:
             and sizes.size("num_experts") > 0
             and (layer + 1) % step == 0
         )
+        return sparse == self.value
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTail:
+    """In layers with experts (or in those without, for `value=False`), as DeepSeek chooses them.
+
+    What `mlp_layer_types` tells of the layer, else every `moe_layer_freq`-th layer from `first_k_dense_replace` on
+    (`modeling_deepseek.py` beside the weights; transformers, `Glm4MoeLiteDecoderLayer`).
+    """
+
+    value: bool = True
+
+    def holds(self, sizes: Sizes, indices: Indices) -> bool:
+        layer, types = indices["layer"], sizes.stored("mlp_layer_types")
+        if isinstance(types, list) and layer < len(types):
+            return (types[layer] == "sparse") == self.value
+        sparse = layer >= sizes.size("first_k_dense_replace") and layer % max(1, sizes.size("moe_layer_freq")) == 0
         return sparse == self.value
 
 
@@ -85,12 +114,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Parameters below a common prefix (none: a group); `count` is how often the prefix's wildcard repeats it."""
+    """Parameters below a common prefix (none: a group).
+
+    count: how often the prefix's wildcard repeats it, from the number `first` on.
+    """
 
     prefix: str
     contents: Contents
     count: str | None = None
     when: Condition | None = None
+    first: str = "0"
 
 
 Contents: TypeAlias = "tuple[Parameter | Block, ...]"
@@ -135,8 +168,9 @@ COMMON_DEFAULTS: Mapping[str, Default] = {
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Parameters that a file may hold and the model in transformers does not have: all of them, or none.
+    """What a file may hold beside the parameters of the model in transformers: all of it, or nothing.
 
+    contents: under the names of the running model, as if it had them; `Family.rules` lead to those of the file.
     absence: what the report says where they are not there; None: nothing.
     """
 
@@ -200,6 +234,7 @@ def _walk(template: Contents, sizes: Sizes, prefix: str, indices: Indices) -> It
             yield from _walk(item.contents, sizes, f"{prefix}{item.prefix}." if item.prefix else prefix, indices)
         else:
             wildcard = item.prefix[item.prefix.rindex("{") + 1 : item.prefix.rindex("}")]
-            for index in range(sizes.size(item.count)):
+            first = sizes.size(item.first)
+            for index in range(first, first + sizes.size(item.count)):
                 place = {**indices, wildcard: index}
                 yield from _walk(item.contents, sizes, f"{prefix}{item.prefix.format(**place)}.", place)

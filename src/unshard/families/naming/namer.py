@@ -89,11 +89,12 @@ class Namer:
         try:
             self.base = architecture.hub_shapes()
             running = architecture.base_shapes()
+            extras = [shapes for _, shapes in architecture.extra_shapes()]
         except ModelError as problem:
             self.draft.problems.append(problem)
             return
         heads = [part.name for head in HEADS.values() for part in head if isinstance(part, Parameter)]
-        self.known = frozenset((*self.base, *running, *heads))
+        self.known = frozenset().union(self.base, running, heads, *extras)
 
     def _check_head_counts(self) -> None:
         """Head counts that were given must agree with config.json; where it lacks them, they are written into it."""
