@@ -26,7 +26,7 @@ _COMPILED = tuple([(re.compile(pattern), kind, reason) for pattern, kind, reason
 
 
 def strip_wrappers(name: str) -> str:
-    """The name as megatron-core's model has it: `model.module.decoder.…` → `decoder.…`, `x.to_wrap.weight` → `x.weight`.
+    """The name as megatron-core has it: `model.module.decoder.…` → `decoder.…`, `x.to_wrap.weight` → `x.weight`.
 
     `to_wrap` is where Megatron-Bridge's adapters keep the layer that they wrap.
     """

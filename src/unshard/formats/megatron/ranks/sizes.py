@@ -1,0 +1,261 @@
+"""How many ranks of each kind there are, and which of them a directory holds.
+
+Directories are named after the tensor rank t and the expert rank e of the process that wrote them. Megatron numbers the
+processes of a pipeline stage twice: process r has tensor rank r % TP, expert tensor rank r % ETP and expert rank
+(r // ETP) % EP. So not every pair (t, e) exists, and (t, e) tells the expert tensor rank. Source: megatron-core
+`parallel_state.py` (`initialize_model_parallel`, order tp-cp-ep-dp-pp).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import lcm
+from typing import Any
+
+from unshard.errors import IncompleteError, UnshardError
+from unshard.formats.megatron.ranks.contents import RankContent
+from unshard.formats.megatron.ranks.local_experts import is_expert
+from unshard.words import items_in_words
+
+_ONE_RUN = "files of different runs are mixed; bring together the files of one run"
+_COMPARED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "num_experts",
+    "padded_vocab_size",
+)
+"""Arguments in which the ranks of one checkpoint agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Which rank of each kind wrote a directory."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ranks of each kind; `virtual` is the number of stages per pipeline rank."""
+
+    tensor: int
+    pipeline: int
+    virtual: int
+    expert: int
+
+    def mesh(self, expert_tensor: int) -> tuple[tuple[str, int], ...]:
+        """The kinds with more than one rank. `etp` is told where it is not that of dense layers."""
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "vpp": self.virtual, "ep": self.expert}
+        dims = tuple([(kind, size) for kind, size in sizes.items() if size > 1])
+        return dims if expert_tensor == self.tensor else (*dims, ("etp", expert_tensor))
+
+
+def check_one_run(contents: Sequence[RankContent]) -> Iterable[UnshardError]:
+    """Problems of ranks that were saved at different steps, or by runs of different shape."""
+    steps = _by_value(contents, [content.iteration for content in contents])
+    if len(steps) > 1:
+        listed = "; ".join([f"iteration {step}: {_names(ranks)}" for step, ranks in steps.items()])
+        yield IncompleteError(f"the ranks were saved at different steps: {listed}", hint=_ONE_RUN)
+    for name in _COMPARED:
+        values = _by_value(contents, [content.facts.get(name) for content in contents])
+        if len(values) > 1:
+            listed = "; ".join([f"{value}: {_names(ranks)}" for value, ranks in values.items()])
+            yield IncompleteError(f"the ranks disagree on args.{name}: {listed}", hint=_ONE_RUN)
+
+
+def _by_value(contents: Sequence[RankContent], values: Sequence[Any]) -> dict[str, list[RankContent]]:
+    """The ranks by a value, as text; ranks that have none are not asked."""
+    groups: dict[str, list[RankContent]] = defaultdict(list)
+    for content, value in zip(contents, values, strict=True):
+        if value is not None:
+            groups[str(value)].append(content)
+    return groups
+
+
+def settle_sizes(
+    contents: Sequence[RankContent], facts: Mapping[str, Any], problems: list[UnshardError]
+) -> tuple[Sizes, list[Coordinates]]:
+    """The sizes, and the coordinates of each rank; what contradicts is added to `problems`.
+
+    Args say; names must agree. A single further number in the names is told by args, else by what the ranks hold.
+    """
+    depths = {len(content.directory.numbers) for content in contents}
+    if len(depths) > 1:
+        examples = [next(c.directory.name for c in contents if len(c.directory.numbers) == d) for d in sorted(depths)]
+        problems.append(
+            IncompleteError(f"rank directories of different layouts are mixed: {', '.join(examples)}", hint=_ONE_RUN)
+        )
+    is_expert_number = _is_expert_number(contents, facts) if 1 in depths else False
+    places = [_place(content, is_expert_number) for content in contents]
+    sizes = Sizes(
+        _settle("tensor_model_parallel_size", facts, [place.tensor for place in places], problems),
+        _settle("pipeline_model_parallel_size", facts, [place.pipeline for place in places], problems),
+        _settle_chunks(contents, facts, problems),
+        _settle("expert_model_parallel_size", facts, [place.expert for place in places], problems),
+    )
+    return sizes, places
+
+
+def _place(content: RankContent, is_expert_number: bool) -> Coordinates:
+    numbers = content.directory.numbers
+    if len(numbers) == 1 and is_expert_number:
+        return Coordinates(content.directory.tensor, 0, numbers[0])
+    return Coordinates(content.directory.tensor, *[*numbers, 0, 0][:2])
+
+
+def _is_expert_number(contents: Sequence[RankContent], facts: Mapping[str, Any]) -> bool:
+    """Whether the only number after the tensor rank is an expert rank, not a pipeline rank.
+
+    Without args: expert ranks hold the same parameters but for the experts; pipeline ranks differ, for only the first
+    has the embedding.
+    """
+    pipeline, expert = _size(facts, "pipeline_model_parallel_size"), _size(facts, "expert_model_parallel_size")
+    if (pipeline or 1) > 1 or (expert or 1) > 1:
+        return (pipeline or 1) == 1
+    dense: dict[int, dict[str, tuple[int, ...]]] = {}
+    for content in contents:
+        tensors = [item for model in content.models for item in model.items() if not is_expert(item[0])]
+        dense.setdefault(content.directory.numbers[-1], {}).update({name: tensor.shape for name, tensor in tensors})
+    has_experts = any(is_expert(name) for name in contents[0].names)
+    return has_experts and len(dense) > 1 and all(shapes == dense[min(dense)] for shapes in dense.values())
+
+
+def _settle(name: str, facts: Mapping[str, Any], ranks: Sequence[int], problems: list[UnshardError]) -> int:
+    """The number of ranks of a kind: as args say, else as many as the names count to."""
+    named, said = max(ranks) + 1, _size(facts, name)
+    if said is not None and named > said:
+        problems.append(
+            IncompleteError(
+                f"args.{name} is {said}, but the directories' names count to {named} such ranks", hint=_ONE_RUN
+            )
+        )
+    return max(named, said or 1)
+
+
+def _settle_chunks(contents: Sequence[RankContent], facts: Mapping[str, Any], problems: list[UnshardError]) -> int:
+    counts = _by_value(contents, [len(content.models) for content in contents])
+    if len(counts) > 1:
+        listed = "; ".join([f"{count}: {_names(ranks)}" for count, ranks in counts.items()])
+        problems.append(IncompleteError(f"the ranks hold different numbers of virtual stages: {listed}", hint=_ONE_RUN))
+    said, found = _size(facts, "virtual_pipeline_model_parallel_size"), max(len(content.models) for content in contents)
+    if said is not None and said != found:
+        problems.append(
+            IncompleteError(
+                f"args.virtual_pipeline_model_parallel_size is {said}, but the files hold {found} virtual stages",
+                hint=_ONE_RUN,
+            )
+        )
+    return found
+
+
+def settle_expert_tensor(
+    sizes: Sizes,
+    facts: Mapping[str, Any],
+    places: Sequence[Coordinates],
+    columns: int | None,
+    problems: list[UnshardError],
+) -> int:
+    """How many ranks share one expert.
+
+    columns: of an expert's second matrix on one rank, None where there are no experts. Told by args, by the width of
+    the experts in args, by which directories exist, else as many as share dense layers, Megatron's default.
+    """
+    if columns is None:
+        return sizes.tensor
+    said, width = _size(facts, "expert_tensor_parallel_size"), _size(facts, "moe_ffn_hidden_size")
+    shares = width // columns if width and columns and width % columns == 0 else None
+    if said is not None and width is not None and shares != said:
+        problems.append(
+            IncompleteError(
+                f"args.moe_ffn_hidden_size is {width} and args.expert_tensor_parallel_size {said}, but each rank holds "
+                f"{columns} columns of an expert's linear_fc2",
+                hint=_ONE_RUN,
+            )
+        )
+    if said is not None or shares is not None:
+        return said or shares or 1
+    there = {(place.tensor, place.expert) for place in places}
+    if len(there) < sizes.tensor * sizes.expert:
+        for size in [size for size in range(1, sizes.tensor) if sizes.tensor % size == 0]:
+            if set(expert_tensor_ranks(sizes, size)) == there:
+                return size
+    return sizes.tensor
+
+
+@cache
+def expert_tensor_ranks(sizes: Sizes, expert_tensor: int) -> dict[tuple[int, int], set[int]]:
+    """(tensor rank, expert rank) of the directories that exist → the expert tensor ranks of their processes."""
+    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for process in range(lcm(sizes.tensor, expert_tensor * sizes.expert)):
+        expert = process // expert_tensor % sizes.expert
+        found[process % sizes.tensor, expert].add(process % expert_tensor)
+    return dict(found)
+
+
+def expert_tensor_rank(sizes: Sizes, expert_tensor: int, place: Coordinates) -> int:
+    """Which of the ranks that share an expert wrote a directory."""
+    pair = place.tensor, place.expert
+    return min(expert_tensor_ranks(sizes, expert_tensor).get(pair, {place.tensor % expert_tensor}))
+
+
+def check_collisions(sizes: Sizes, expert_tensor: int) -> Iterable[UnshardError]:
+    """A problem where several processes had the same directory, and overwrote each other's experts."""
+    if any(len(ranks) > 1 for ranks in expert_tensor_ranks(sizes, expert_tensor).values()):
+        yield IncompleteError(
+            f"{expert_tensor} ranks share each expert, but {sizes.tensor} each dense layer: directories are named "
+            "after the latter, so that several ranks wrote into the same one, and shards of experts are lost",
+            hint="save again with --ckpt-format torch_dist, or with --expert-tensor-parallel-size that divides "
+            "--tensor-model-parallel-size",
+        )
+
+
+def missing_directories(sizes: Sizes, places: Sequence[Coordinates], expert_tensor: int | None) -> list[str]:
+    """The names of directories whose shards no other directory holds. `expert_tensor`: None without experts."""
+    missing: list[str] = []
+    expected = sorted(expert_tensor_ranks(sizes, expert_tensor or sizes.tensor))
+    for pipeline in range(sizes.pipeline):
+        there = {(place.tensor, place.expert) for place in places if place.pipeline == pipeline}
+        tensors = {tensor for tensor, _ in there}
+        shards = {shard for pair in there for shard in _expert_shards(sizes, expert_tensor, pair)}
+        missing += [
+            _directory_name(sizes, pair[0], pipeline, pair[1])
+            for pair in expected
+            if pair[0] not in tensors or not _expert_shards(sizes, expert_tensor, pair) <= shards
+        ]
+    return missing
+
+
+def _expert_shards(sizes: Sizes, expert_tensor: int | None, pair: tuple[int, int]) -> set[tuple[int, int]]:
+    """(expert tensor rank, expert rank) of the shards of experts in a directory of (tensor rank, expert rank)."""
+    if expert_tensor is None:
+        return set()
+    return {(rank, pair[1]) for rank in expert_tensor_ranks(sizes, expert_tensor).get(pair, {pair[0] % expert_tensor})}
+
+
+def _directory_name(sizes: Sizes, tensor: int, pipeline: int, expert: int) -> str:
+    name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if sizes.pipeline > 1 else "")
+    return name + (f"_{expert:03d}" if sizes.expert > 1 else "")
+
+
+def _size(facts: Mapping[str, Any], name: str) -> int | None:
+    value = facts.get(name)
+    if value is None and name == "tensor_model_parallel_size":
+        value = facts.get("model_parallel_size")
+    return value if type(value) is int and value > 0 else None
+
+
+def _names(contents: Sequence[RankContent]) -> str:
+    return items_in_words([content.directory.name for content in contents], 4)

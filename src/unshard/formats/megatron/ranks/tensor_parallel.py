@@ -1,0 +1,210 @@
+"""How tensor parallelism cuts parameters: which names along which axis, and with which sections.
+
+Sources: megatron-core's ColumnParallelLinear (axis 0), RowParallelLinear (axis 1, bias replicated) and
+VocabParallelEmbedding (axis 0) in `tensor_parallel/layers.py`, and the modules that use them:
+`transformer/attention.py`, `mlp.py`, `multi_latent_attention.py`, `multi_token_prediction.py`, `moe/`,
+`ssm/gated_delta_net.py` and `mamba_mixer.py`, `models/vision/`; Megatron-Bridge `peft/utils.py` for adapters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from unshard.checkpoint import Shape
+from unshard.formats.megatron.sections import (
+    delta_net_convolution_sizes,
+    delta_net_sizes,
+    mamba_convolution_sizes,
+    mamba_sizes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the shards of one tensor lie: along `axis` (None: each rank has all of it), in sections of these sizes.
+
+    `sections` are the sizes in one shard; empty where the whole shard is one.
+    """
+
+    axis: int | None
+    sections: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.axis is None:
+            return "replicated"
+        return f"axis {self.axis}" + (f", {len(self.sections)} sections" if self.sections else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """What tells of a shard beside its name.
+
+    shapes:     name → shape of all shards of the same rank and stage.
+    facts:      what training recorded.
+    vocabulary: rows of the embedding's shard, on whichever stage it lies; None where there is none.
+    """
+
+    shapes: Mapping[str, Shape]
+    facts: Mapping[str, Any]
+    vocabulary: int | None = None
+
+
+Teller: TypeAlias = Callable[[str, Shape, Neighbours], "Cut | None"]
+"""From name, shape and neighbours of a shard; None where they do not tell."""
+
+COLUMNS, ROWS, REPLICATED = Cut(0), Cut(1), Cut(None)
+
+
+def cut_of(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """How a tensor is cut, by the first entry of the table that knows its name; None where nothing tells."""
+    if _is_huggingface_tower(name, near.shapes):
+        return REPLICATED
+    for pattern, entry in _TABLE:
+        if pattern.fullmatch(name):
+            return entry if isinstance(entry, Cut) else entry(name, shape, near)
+    return None
+
+
+def _is_huggingface_tower(name: str, names: Mapping[str, Shape]) -> bool:
+    """Whether a tensor belongs to a vision tower of transformers, whole on each rank, as Megatron-Bridge has some."""
+    tower = re.match(r"(?:.*\.)?(?:visual|vision_model|vision_tower)\.", name)
+    return tower is not None and any(other.startswith(f"{tower[0]}blocks.") for other in names)
+
+
+def _first_layer(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """`linear_fc1`: gate and up where it has twice as many rows as `linear_fc2` has columns."""
+    second = near.shapes.get(re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name))
+    return _gated_or_plain(shape, second, near)
+
+
+def _adapter_out(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """`linear_out` of an adapter: cut by rows whatever its base is, with the sections of the base."""
+    base, _, _ = name.rpartition(".adapter.")
+    if base.endswith("linear_fc1") and name.endswith(".adapter.linear_out.weight"):
+        module = base.removesuffix("linear_fc1")
+        second = near.shapes.get(f"{module}linear_fc2.weight")
+        second = second or near.shapes.get(f"{module}linear_fc2.adapter.linear_in.weight")
+        return _gated_or_plain(shape, second, near)
+    return _sections(f"{base}.weight", shape, near) if base.endswith("in_proj") else COLUMNS
+
+
+def _gated_or_plain(shape: Shape, second: Shape | None, near: Neighbours) -> Cut | None:
+    rows = shape[0] if shape else 0
+    if second is not None and len(second) == 2:
+        gated = rows == 2 * second[1]
+    elif isinstance(near.facts.get("gated_linear_unit", near.facts.get("swiglu")), bool):
+        gated = near.facts.get("gated_linear_unit", near.facts.get("swiglu"))
+    else:
+        return None
+    return Cut(0, (rows // 2, rows - rows // 2)) if gated else COLUMNS
+
+
+def _adapter_in(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """`linear_in` of an adapter: by columns where its base is cut by columns, else by rows, which are LoRA's rank."""
+    base, _, _ = name.rpartition(".adapter.")
+    return ROWS if base.endswith(("linear_proj", "linear_fc2", "out_proj")) else COLUMNS
+
+
+def _sections(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """`in_proj` and `conv1d` of gated delta nets and Mamba mixers; sizes are told by the tensors beside them."""
+    module, kind = name.rsplit(".", 2)[:2]
+    heads, output = near.shapes.get(f"{module}.A_log"), near.shapes.get(f"{module}.out_proj.weight")
+    if not shape or not heads or output is None or len(output) != 2:
+        return None
+    delta = not module.endswith("mixer")
+    try:
+        if kind == "conv1d":
+            sizes = (delta_net_convolution_sizes if delta else mamba_convolution_sizes)(shape[0], output[1])
+        else:
+            sizes = (delta_net_sizes if delta else mamba_sizes)(shape[0], output[1], heads[0])
+    except ValueError:
+        return None
+    return Cut(0, sizes)
+
+
+def _down_projection(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """MLA's down projections: replicated by TransformerEngine's `duplicated` mode, cut by rows in the local spec.
+
+    The up projection has as many columns as the latent is wide, so that a whole query projection has as many rows, and
+    a whole key-value projection more (the rotary part). With a rotary part wider than the latent, only args tell.
+    """
+    up = near.shapes.get(name.replace("_down_", "_up_"))
+    facts = near.facts
+    query, latent, rotary = (facts.get(fact) for fact in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"))
+    if "linear_qkv_down" in name:
+        known = [part for part in (query, latent, rotary) if type(part) is int]
+        whole = sum(known) if len(known) == 3 else None
+    elif "linear_q_down" in name:
+        whole = up[1] if up else query
+    else:
+        whole = latent + rotary if type(latent) is int and type(rotary) is int else None
+        if whole is None and up is not None:
+            return COLUMNS if shape[0] <= up[1] else REPLICATED
+    if type(whole) is not int:
+        return None
+    return REPLICATED if shape[0] == whole else COLUMNS
+
+
+def _head_norm(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """q/k norms: of one head, or of the whole projection, then replicated, or cut as the projection is."""
+    module, which, _ = name.rsplit(".", 2)
+    projection, fused = (near.shapes.get(f"{module}.{linear}.weight") for linear in ("linear_proj", "linear_qkv"))
+    if projection is None or fused is None or not shape:
+        return REPLICATED
+    query = projection[1]
+    rows = query if which.startswith("q") else (fused[0] - query) // 2
+    if shape[0] != rows:
+        return REPLICATED
+    head = near.facts.get("kv_channels")
+    if (
+        head is None
+        and type(near.facts.get("hidden_size")) is int
+        and type(near.facts.get("num_attention_heads")) is int
+    ):
+        head = near.facts["hidden_size"] // max(near.facts["num_attention_heads"], 1)
+    if head is None:
+        other = near.shapes.get(f"{module}.{'k' if which.startswith('q') else 'q'}_layernorm.weight")
+        return REPLICATED if other == shape else COLUMNS
+    return REPLICATED if shape[0] == head else COLUMNS
+
+
+def _output(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """`output_layer`: cut like the embedding where it is one of the vocabulary; a value head is replicated."""
+    rows = shape[0] if shape else 0
+    padded, ranks = near.facts.get("padded_vocab_size"), near.facts.get("tensor_model_parallel_size")
+    if near.vocabulary is not None:
+        return COLUMNS if rows == near.vocabulary else REPLICATED
+    if type(padded) is int and type(ranks) is int:
+        return COLUMNS if rows * ranks == padded else REPLICATED
+    return REPLICATED if rows == 1 else COLUMNS
+
+
+_PREFIX = r"(?:.*\.)?"
+_ENTRIES: tuple[tuple[str, Cut | Teller], ...] = (
+    (r"adapter\.(?:adapter_\w+\.)?linear_in\.weight", _adapter_in),
+    (r"adapter\.(?:adapter_\w+\.)?linear_out\.weight", _adapter_out),
+    (r"word_embeddings\.weight", COLUMNS),
+    (r"output_layer\.(?:weight|bias)", _output),
+    (r"linear_(?:qkv|q|k|v|kv|q_proj|q_up_proj|kv_up_proj)\.(?:weight|bias)", COLUMNS),
+    (r"linear_(?:q|kv|qkv)_down_proj\.weight", _down_projection),
+    (r"linear_fc1\.(?:weight|bias)", _first_layer),
+    (r"(?:linear_proj|linear_fc2|out_proj)\.weight", ROWS),
+    (r"(?:linear_proj|linear_fc2|out_proj)\.bias", REPLICATED),
+    (r"eh_proj\.(?:weight|bias)", COLUMNS),
+    (r"softmax_offset", COLUMNS),
+    (r"(?:in_proj|conv1d)\.(?:weight|bias)", _sections),
+    (r"A_log|dt_bias|mixer\.D|mixer\.norm\.weight", COLUMNS),
+    (r"self_attention\.[qk]_layernorm\.weight", _head_norm),
+    (r"layer_norm_(?:weight|bias)", REPLICATED),
+    (r"\w*(?:layernorm|norm|norm\d|ln_pre|ln_post|ln_q)\.(?:weight|bias)", REPLICATED),
+    (r"router\.(?:weight|bias|expert_bias)", REPLICATED),
+    (r"shared_experts\.gate_weight", REPLICATED),
+    (r"(?:position_embeddings|pos_embed|tokentype_embeddings)\.weight", REPLICATED),
+    (r"class_token|(?:conv1|patch_embed\.proj|embedder)\.(?:weight|bias)", REPLICATED),
+    (r"indexer\.\w+\.(?:weight|bias)", REPLICATED),
+)  # fmt: skip
+"""End of a name → how it is cut, or what tells it."""
+_TABLE = tuple([(re.compile(f"{_PREFIX}(?:{pattern})"), entry) for pattern, entry in _ENTRIES])
