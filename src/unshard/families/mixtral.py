@@ -1,6 +1,7 @@
 """Mixtral: as Mistral, with experts in every layer."""
 
 from unshard.families.blocks import NORMS, attention, decoder, packed_experts
+from unshard.families.megatron import blocks as megatron
 from unshard.families.template import Block, Family, PackedExperts, linear
 from unshard.families.transformers5 import MIXTRAL
 
@@ -25,4 +26,8 @@ FAMILY = Family(
     ),
     rules=MIXTRAL,
     defaults={"num_local_experts": "num_experts"},
+    megatron=(
+        *megatron.DENSE,
+        *megatron.mixture(to=f"{megatron.HUB_LAYER}.block_sparse_moe", names=("w1", "w3", "w2")),
+    ),
 )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 
 from unshard.families.blocks import NORMS, attention, decoder, experts, gated_mlp
+from unshard.families.megatron import blocks as megatron
+from unshard.families.rules import rename
 from unshard.families.sizes import Default
 from unshard.families.template import Block, Family, Flag, SparseLayer, linear
 from unshard.families.transformers5 import QWEN_MOE
@@ -18,6 +20,11 @@ _SHARED = (
     *linear("shared_expert_gate", "1", "hidden_size"),
 )
 
+MEGATRON_SHARED = (
+    *megatron.gated_mlp(f"{megatron.LAYER}.mlp.shared_experts", f"{megatron.HUB_LAYER}.mlp.shared_expert"),
+    rename(f"{megatron.LAYER}.mlp.shared_experts.gate_weight", f"{megatron.HUB_LAYER}.mlp.shared_expert_gate.weight"),
+)
+
 FAMILY = Family(
     model_type="qwen2_moe",
     prefix="Qwen2Moe",
@@ -29,4 +36,5 @@ FAMILY = Family(
     ),
     rules=QWEN_MOE,
     defaults={**DEFAULTS, "qkv_bias": True},
+    megatron=(*megatron.DENSE, *megatron.mixture(), *MEGATRON_SHARED),
 )

@@ -2,6 +2,7 @@
 
 from unshard.families import qwen2_moe, qwen3
 from unshard.families.blocks import NORMS, decoder
+from unshard.families.megatron import blocks as megatron
 from unshard.families.template import Block, Family, PackedExperts, SparseLayer
 from unshard.families.transformers5 import QWEN_MOE
 
@@ -19,4 +20,5 @@ FAMILY = Family(
     ),
     rules=QWEN_MOE,
     defaults=qwen2_moe.DEFAULTS,
+    megatron=megatron.GROUPED_MOE,
 )

@@ -15,10 +15,10 @@ class Sizes:
     """Expressions over the keys of a config.json, worked out without running any code.
 
     An expression is a sum of chains of factors from left to right: keys or whole numbers, joined by `*` and `//`, as in
-    "num_attention_heads*head_dim" or "q_lora_rank+hidden_size//num_attention_heads". A key is looked up in `text_config` first,
-    where there is one, then at the top; "vision.depth" is `depth` of `vision_config`, "megatron.num_experts" is what
-    training recorded under that name. Null counts as absent. Where a key is absent, `given` (what the user said) is
-    asked, then the defaults.
+    "num_attention_heads*head_dim" or "q_lora_rank+hidden_size//num_attention_heads". A key is looked up in
+    `text_config` first, where there is one, then at the top; "vision.depth" is `depth` of `vision_config`,
+    "megatron.num_experts" is what training recorded under that name. Null counts as absent. Where a key is absent,
+    `given` (what the user said) is asked, then the defaults.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class SparseTail:
     def holds(self, sizes: Sizes, indices: Indices) -> bool:
         layer, types = indices["layer"], sizes.stored("mlp_layer_types")
         if isinstance(types, list) and layer < len(types):
-            return (types[layer] == "sparse") == self.value
+            return bool(types[layer] == "sparse") == self.value
         sparse = layer >= sizes.size("first_k_dense_replace") and layer % max(1, sizes.size("moe_layer_freq")) == 0
         return sparse == self.value
 

@@ -45,7 +45,7 @@ QWEN2_VL = (
     rename("model.language_model.{rest}", "model.{rest}"),
 )
 
-_PER_EXPERT = experts("{stem}.mlp", "{stem}.mlp", _PROJECTIONS)
+PER_EXPERT = experts("{stem}.mlp", "{stem}.mlp", _PROJECTIONS)
 
 _GRANITE_MOE = (
     rename("{stem}.block_sparse_moe.experts.gate_up_proj", "{stem}.block_sparse_moe.input_linear.weight"),
@@ -100,28 +100,27 @@ RENAMES: Mapping[str, tuple[Rule, ...]] = {
     "qwen3_next": QWEN_MOE,
     **dict.fromkeys(
         (
-            "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "flex_olmo", "glm4_moe",
-            "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe",
-            "qwen3_omni_moe", "qwen3_omni_moe_thinker", "solar_open",
+            "afmoe", "cohere2_moe", "deepseek_v32", "dots1", "flex_olmo", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe",
+            "longcat_flash", "mellum", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "solar_open",
         ),
-        _PER_EXPERT,
+        PER_EXPERT,
     ),
     "ernie4_5_moe": (
-        *_PER_EXPERT,
+        *PER_EXPERT,
         rename("{stem}.mlp.gate.moe_statics.{rest}", "{stem}.mlp.moe_statics.{rest}"),
     ),
     "exaone_moe": (
-        *_PER_EXPERT,
+        *PER_EXPERT,
         rename("{stem}.mlp.gate.e_score_correction_bias", "{stem}.mlp.e_score_correction_bias"),
     ),
     "hy_v3": (
-        *_PER_EXPERT,
+        *PER_EXPERT,
         rename("{stem}.mlp.gate.weight", "{stem}.mlp.router.gate.weight"),
         rename("{stem}.mlp.e_score_correction_bias", "{stem}.mlp.expert_bias"),
         rename("{stem}.mlp.shared_experts.{rest}", "{stem}.mlp.shared_mlp.{rest}"),
     ),
     "mimo_v2_flash": (
-        *_PER_EXPERT,
+        *PER_EXPERT,
         rename("{stem}.self_attn.sinks", "{stem}.self_attn.attention_sink_bias"),
     ),
     "jamba": experts("{stem}.feed_forward", "{stem}.feed_forward", _PROJECTIONS),
