@@ -48,7 +48,7 @@ def merge_and_compare(
 
     write:   "legacy" or "torch_dist"; `layout` goes to `write_legacy` or `write_torch_dist`.
     options: typed after SRC and OUT, beside `--config`.
-    logits:  load the output in transformers and compare what it computes.
+    logits:  load the output in transformers and compare what it computes, up to the order of sums.
     """
     truth, output = place / "truth", place / "output"
     model.save_pretrained(truth)
@@ -59,7 +59,7 @@ def merge_and_compare(
     assert main(typed) == 0, f"unshard {' '.join(typed)} failed"
     assert_same(read_model(output), state)
     if logits:
-        torch.testing.assert_close(_compute(_load(output, model)), _compute(model), rtol=0, atol=0)
+        torch.testing.assert_close(_compute(_load(output, model)), _compute(model), rtol=1e-4, atol=1e-5)
     return output
 
 

@@ -105,7 +105,7 @@ def test_a_whole_whose_parts_are_not_all_there_is_left_in_parts() -> None:
     names = [f"m.mlp.experts.{expert}.{part}_proj.weight" for expert in range(3) for part in ("gate", "up")]
     names.remove("m.mlp.experts.1.up_proj.weight")
     parts = {name: Tensor(name, F32, (2, 3), ()) for name in names}
-    assert list(join(parts, RENAMES["olmoe"], UNSIZED).tensors) == names
+    assert list(join(parts, FAMILIES["olmoe"].rules, UNSIZED).tensors) == names
 
 
 def test_two_tensors_that_would_take_one_name_are_a_problem() -> None:
@@ -117,6 +117,6 @@ def test_two_tensors_that_would_take_one_name_are_a_problem() -> None:
 @pytest.mark.parametrize("shape", [(3, 7, 4), (3, 8), (0, 8, 4), (1 << 17, 8, 4)])
 def test_a_tensor_that_is_no_stack_of_experts_is_refused_before_it_is_taken_apart(shape: tuple[int, ...]) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    result = split({name: Tensor(name, F32, shape, ())}, RENAMES["olmoe"], UNSIZED)
+    result = split({name: Tensor(name, F32, shape, ())}, FAMILIES["olmoe"].rules, UNSIZED)
     assert name in result.problems[0].message
     assert not result.tensors
