@@ -9,20 +9,33 @@ from unshard.checkpoint import Checkpoint, Shape
 from unshard.families import (
     deepseek_v2,
     deepseek_v3,
+    gemma,
+    gemma2,
+    gemma3,
+    gemma3_text,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
+    gpt_oss,
     kimi_k2,
     llama,
     megatron,
+    mimo,
+    ministral,
+    ministral3,
     mistral,
     mixtral,
     olmoe,
+    phi3,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
     qwen2_vl,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
+    qwen3_vl,
 )
 from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
@@ -34,11 +47,13 @@ from unshard.options import MergeOptions
 from unshard.tensors import Value
 
 FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
+    family.model_type: family
     for module in (
-        deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, llama, mistral, mixtral, olmoe, qwen2, qwen2_5_vl,
-        qwen2_moe, qwen2_vl, qwen3, qwen3_moe,
+        deepseek_v2, deepseek_v3, gemma, gemma2, gemma3, gemma3_text, glm4, glm4_moe, glm4_moe_lite, gpt_oss,
+        kimi_k2, llama, mimo, ministral, ministral3, mistral, mixtral, olmoe, phi3, qwen2, qwen2_5_vl, qwen2_moe,
+        qwen2_vl, qwen3, qwen3_5, qwen3_moe, qwen3_next, qwen3_vl,
     )
+    for family in getattr(module, "FAMILIES", None) or (module.FAMILY,)
 }  # fmt: skip
 """By `model_type` of config.json."""
 
@@ -85,4 +100,4 @@ def expected_file_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape
     architecture = read_architecture(config, FAMILIES) if config is not None else None
     if config is None or architecture is None:
         return None
-    return architecture.hub_shapes() | architecture.head_shapes(tied=is_tied(config))
+    return architecture.hub_shapes() | architecture.hub_head_shapes(tied=is_tied(config))

@@ -52,13 +52,17 @@ class Architecture:
         return [(extra, expected) for extra, expected in shapes if expected]
 
     def head_shapes(self, *, tied: bool, value_head: bool = False) -> dict[str, Shape]:
-        """Parameters behind the base model, under the same names in the file and running.
+        """Parameters behind the running base model.
 
         tied:       the language model's head is the embedding, and no parameter of its own.
         value_head: TRL's value head stands beside it.
         """
         shapes = {} if tied and self.is_language_model else expand(HEADS[self.ending], self.sizes)
         return shapes | expand(VALUE_HEAD, self.sizes) if value_head else shapes
+
+    def hub_head_shapes(self, *, tied: bool, value_head: bool = False) -> dict[str, Shape]:
+        """The same in the file."""
+        return self._in_file(self.head_shapes(tied=tied, value_head=value_head))
 
     def _in_file(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         outlines: dict[str, Value] = {name: Tensor(name, F32, shape, ()) for name, shape in shapes.items()}

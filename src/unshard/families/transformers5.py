@@ -67,9 +67,15 @@ _NESTED_VISION = (
 )
 """The level that files of CLIP and SigLIP towers have, and that late versions of transformers 5 run without."""
 
+NESTED_LLAVA = (
+    *_NESTED_VISION,
+    *[rule for rule in _LLAVA if rule.whole != "model.vision_tower.{rest}"],
+)
+"""Language model and projector below the names of LLaVA, and a tower of CLIP or SigLIP."""
+
 _NESTED_VISION_TYPES = ("clip_vision_model", "siglip_vision_model")
 
-_TRANSPOSED_EXPERTS = (
+TRANSPOSED_EXPERTS = (
     Rule(
         "{stem}.mlp.experts.gate_up_proj",
         ("{stem}.mlp.experts.gate_up_proj",),
@@ -97,7 +103,6 @@ RENAMES: Mapping[str, tuple[Rule, ...]] = {
         *experts("{stem}.mlp", "{stem}.block_sparse_moe", _W),
         rename("{stem}.mlp.router.{rest}", "{stem}.block_sparse_moe.gate.{rest}"),
     ),
-    "qwen3_next": QWEN_MOE,
     **dict.fromkeys(
         (
             "afmoe", "cohere2_moe", "deepseek_v32", "dots1", "flex_olmo", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe",
@@ -126,10 +131,9 @@ RENAMES: Mapping[str, tuple[Rule, ...]] = {
     "jamba": experts("{stem}.feed_forward", "{stem}.feed_forward", _PROJECTIONS),
     "lfm2_moe": experts("{stem}.feed_forward", "{stem}.feed_forward", _W),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoehybrid"), _GRANITE_MOE),
-    "qwen3_vl_moe": _TRANSPOSED_EXPERTS,
     **dict.fromkeys(
         (
-            "aya_vision", "gemma3", "got_ocr2", "internvl", "llava", "llava_next", "llava_next_video",
+            "aya_vision", "got_ocr2", "internvl", "llava", "llava_next", "llava_next_video",
             "llava_onevision", "mistral3", "paligemma", "vipllava",
         ),
         _LLAVA,
@@ -143,6 +147,5 @@ def rules_for(config: Mapping[str, Any]) -> tuple[Rule, ...]:
     rules = RENAMES.get(str(config.get("model_type")), ())
     vision = config.get("vision_config")
     if rules is _LLAVA and isinstance(vision, Mapping) and vision.get("model_type") in _NESTED_VISION_TYPES:
-        plain = rename("model.vision_tower.{rest}", "vision_tower.{rest}")
-        return (*_NESTED_VISION, *[rule for rule in rules if rule != plain])
+        return NESTED_LLAVA
     return rules

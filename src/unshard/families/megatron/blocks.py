@@ -33,11 +33,12 @@ def linear(at: str, to: str | tuple[str, ...], *steps: Step) -> Rules:
 
 
 def embeddings(at: str = "", to: str = "model", head: str = "lm_head", *, zero_centred: bool = False) -> Rules:
-    """The embedding and the output layer, without the padding of the vocabulary, and the last norm."""
+    """The embedding and the output layer, without the padding of the vocabulary, a value head, and the last norm."""
     rows = FirstRows("vocab_size")
     return (
         Rule(f"{at}embedding.word_embeddings.weight", (f"{to}.embed_tokens.weight",), (rows,)),
         *linear(f"{at}output_layer", head, rows),
+        *linear(f"{at}score", "score"),
         *norm(f"{at}decoder.final_layernorm", f"{to}.norm", zero_centred=zero_centred),
     )
 
@@ -47,7 +48,7 @@ def attention(
     to: str = HUB_LAYER,
     *,
     zero_centred: bool = False,
-    grouped: Step = GROUPED,
+    grouped: tuple[Step, ...] = (GROUPED,),
     names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
 ) -> Rules:
     """Grouped-query attention with its norm in front, and norms of the heads where there are any.
@@ -58,7 +59,7 @@ def attention(
     projections = tuple([f"{self_attn}.{name}" for name in names])
     return (
         *norm(f"{at}.input_layernorm", f"{to}.input_layernorm", zero_centred=zero_centred),
-        *linear(f"{self_attention}.linear_qkv", projections, grouped),
+        *linear(f"{self_attention}.linear_qkv", projections, *grouped),
         *norm(f"{self_attention}.q_layernorm", f"{self_attn}.q_norm", zero_centred=zero_centred),
         *norm(f"{self_attention}.k_layernorm", f"{self_attn}.k_norm", zero_centred=zero_centred),
         *linear(f"{self_attention}.linear_proj", f"{self_attn}.o_proj"),

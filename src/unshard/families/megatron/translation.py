@@ -13,6 +13,7 @@ from unshard.families.architecture import count_labels
 from unshard.families.megatron.adapters import translate_adapters
 from unshard.families.megatron.aliases import resolve_alias
 from unshard.families.megatron.facts import compare_facts
+from unshard.families.megatron.heads import find_value_head
 from unshard.families.naming.lists import nearest, summarize
 from unshard.families.rules import Rewritten, Rule, split
 from unshard.families.sizes import Sizes
@@ -99,9 +100,13 @@ class _Translator:
     def _resolve_aliases(self, sizes: Sizes) -> Rewritten:
         follows = self.family is not None and self.family.mtp_follows
         layers = sizes.known("num_hidden_layers") if follows else None
+        heads = find_value_head(self.checkpoint.tensors)
         plain = Rewritten()
         for name, value in self.checkpoint.tensors.items():
-            plain.add(resolve_alias(name, layers), value, (name,))
+            plain.add(heads.get(name) or resolve_alias(name, layers), value, (name,))
+        for stored, name in heads.items():
+            if name in plain.tensors:
+                self.notes.append(Note(f"{stored} has fewer rows than the embedding: it is the head of a value model"))
         return plain
 
     def _note_norms(self, sizes: Sizes) -> None:

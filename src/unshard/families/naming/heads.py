@@ -45,6 +45,7 @@ def _settle_classifier(draft: Draft, config: Mapping[str, Any], name: str) -> st
         draft.config_changes |= {key: None for key in ("id2label", "label2id") if key in config}
         draft.note(f"config.json: num_labels becomes {rows}, the rows of score.weight (was {count_labels(config)})")
     if name.endswith(CLASSIFIERS):
+        _settle_bias(draft, config, name)
         return None
     ending = CLASSIFIERS[0] if "score.bias" in draft.tensors else CLASSIFIERS[1]
     prefix = next((name.removesuffix(old) for old in LANGUAGE_MODELS if name.endswith(old)), None)
@@ -52,3 +53,11 @@ def _settle_classifier(draft: Draft, config: Mapping[str, Any], name: str) -> st
         draft.config_changes["architectures"] = [prefix + ending]
         draft.note(f"config.json: architectures becomes {prefix + ending} (was {name}): the model has a score head")
     return ending
+
+
+def _settle_bias(draft: Draft, config: Mapping[str, Any], name: str) -> None:
+    """A `ForTokenClassification` whose head is stored without a bias must say so: those of Megatron have none."""
+    with_bias = config.get("token_classification_bias", True)
+    if name.endswith(CLASSIFIERS[0]) and with_bias and "score.bias" not in draft.tensors:
+        draft.config_changes["token_classification_bias"] = False
+        draft.note("config.json: token_classification_bias becomes false: the head has no bias", level="warning")

@@ -132,7 +132,7 @@ class Namer:
         if self.base is None:
             return
         try:
-            expected = self.base | architecture.head_shapes(tied=tied, value_head=has_value_head(draft))
+            expected = self.base | architecture.hub_head_shapes(tied=tied, value_head=has_value_head(draft))
             self._expect_extras(architecture, expected)
         except ModelError as problem:
             draft.problems.append(problem)
