@@ -20,6 +20,7 @@ LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d{1,6})(\..+)")
 _DECODER = ("t", "decoder")
 _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 _MAX_LAYOUT = 1 << 16
+_MAX_DIGITS = 6
 
 
 def first_layers(
@@ -134,8 +135,10 @@ def parse_layout(layout: object) -> tuple[int, ...] | None:
         return None
     text = layout.replace(",", "")
     for pattern in _REPEATED:
-        size = sum([len(match[1]) * min(int(match[2]), _MAX_LAYOUT) for match in pattern.finditer(text)])
-        if size > _MAX_LAYOUT:
+        repeated = [(match[1], match[2]) for match in pattern.finditer(text)]
+        if any(len(count) > _MAX_DIGITS for _, count in repeated):
+            return None
+        if sum([len(part) * int(count) for part, count in repeated]) > _MAX_LAYOUT:
             return None
         text = pattern.sub(lambda match: match[1] * int(match[2]), text)
     return tuple([stage.count("t") for stage in text.split("|")]) if not set(text) - set("EtmL|") else None

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from unshard.errors import FormatError
 from unshard.tensors import Tensor
 
+_MAX_EXPERTS = 1 << 16
 _EXPERT = re.compile(r"(?:.*\.)?experts\..+")
 _SEQUENTIAL = re.compile(r"(.*\bexperts)\.local_experts\.(\d{1,6})\.(.+)")
 _GROUPED_TE = re.compile(r"(.*\bexperts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})")
@@ -70,7 +71,7 @@ def _count_local(model: Mapping[str, Tensor], module: str, ranks: int, experts: 
         return max(numbers) + 1
     router = model.get(f"{module.removesuffix('experts')}router.weight")
     total = router.shape[0] if router is not None and router.shape else experts
-    if total is None:
+    if total is None or total > _MAX_EXPERTS:
         raise FormatError(f"`{module}`: neither a router nor args tell how many experts there are")
     if total % ranks:
         raise FormatError(f"`{module}`: {total} experts do not lie evenly on {ranks} expert-parallel ranks")
@@ -94,6 +95,8 @@ def _take_apart(name: str, tensor: Tensor, count: int) -> Sequence[tuple[int, st
 
 def _regroup(tensor: Tensor, which: str, count: int) -> tuple[Tensor, ...]:
     """The experts' matrices [out, in] in the memory of GroupedMLP's `weight1` or `weight2`."""
+    if tensor.ndim != 2 or not tensor.size:
+        raise ValueError("expected two axes")
     hidden = tensor.shape[0] if which == "1" else tensor.shape[1]
     inner = tensor.size // (count * hidden)
     shape = (count, hidden, inner) if which == "1" else (count, inner, hidden)

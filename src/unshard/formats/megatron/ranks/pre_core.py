@@ -77,7 +77,7 @@ def _order_rows(tensor: Tensor, version: float, facts: Mapping[str, Any]) -> Ten
             hint="convert it with the Megatron-LM that wrote it (any that saves checkpoint_version 2 or later), or put "
             "`args` with num_attention_heads and tensor_model_parallel_size into the files",
         )
-    rows, rest = tensor.shape[0], tensor.shape[1:]
+    rows, rest = (*tensor.shape, 0)[0], tensor.shape[1:]
     local, uneven = divmod(heads, ranks)
     if uneven or not local or rows % (3 * local):
         raise FormatError(

@@ -15,12 +15,13 @@ from functools import cache
 from math import lcm
 from typing import Any
 
-from unshard.errors import IncompleteError, UnshardError
+from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.megatron.ranks.contents import RankContent
 from unshard.formats.megatron.ranks.local_experts import is_expert
 from unshard.words import items_in_words
 
 _ONE_RUN = "files of different runs are mixed; bring together the files of one run"
+_MAX_RANKS = 1 << 16
 _COMPARED = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -91,6 +92,7 @@ def settle_sizes(
     """The sizes, and the coordinates of each rank; what contradicts is added to `problems`.
 
     Args say; names must agree. A single further number in the names is told by args, else by what the ranks hold.
+    Raises FormatError for more ranks than can be.
     """
     depths = {len(content.directory.numbers) for content in contents}
     if len(depths) > 1:
@@ -98,7 +100,7 @@ def settle_sizes(
         problems.append(
             IncompleteError(f"rank directories of different layouts are mixed: {', '.join(examples)}", hint=_ONE_RUN)
         )
-    is_expert_number = _is_expert_number(contents, facts) if 1 in depths else False
+    is_expert_number = _is_expert_number(contents, facts) if depths == {1} else False
     places = [_place(content, is_expert_number) for content in contents]
     sizes = Sizes(
         _settle("tensor_model_parallel_size", facts, [place.tensor for place in places], problems),
@@ -106,7 +108,17 @@ def settle_sizes(
         _settle_chunks(contents, facts, problems),
         _settle("expert_model_parallel_size", facts, [place.expert for place in places], problems),
     )
+    _check_number(lcm(sizes.tensor, sizes.expert) * sizes.pipeline * sizes.virtual, sizes)
     return sizes, places
+
+
+def _check_number(ranks: int, sizes: Sizes) -> None:
+    """Raise FormatError where names or args count to more ranks than can be."""
+    if ranks > _MAX_RANKS:
+        raise FormatError(
+            f"args or the directories' names count to {sizes.tensor:,} tensor-, {sizes.pipeline:,} pipeline- and "
+            f"{sizes.expert:,} expert-parallel ranks, more than any cluster has"
+        )
 
 
 def _place(content: RankContent, is_expert_number: bool) -> Coordinates:
@@ -171,7 +183,8 @@ def settle_expert_tensor(
     """How many ranks share one expert.
 
     columns: of an expert's second matrix on one rank, None where there are no experts. Told by args, by the width of
-    the experts in args, by which directories exist, else as many as share dense layers, Megatron's default.
+    the experts in args, by which directories exist, else as many as share dense layers, Megatron's default. Raises
+    FormatError for more ranks than can be.
     """
     if columns is None:
         return sizes.tensor
@@ -186,7 +199,9 @@ def settle_expert_tensor(
             )
         )
     if said is not None or shares is not None:
-        return said or shares or 1
+        size = said or shares or 1
+        _check_number(lcm(sizes.tensor, size * sizes.expert), sizes)
+        return size
     there = {(place.tensor, place.expert) for place in places}
     if len(there) < sizes.tensor * sizes.expert:
         for size in [size for size in range(1, sizes.tensor) if sizes.tensor % size == 0]:

@@ -76,7 +76,7 @@ def _is_huggingface_tower(name: str, names: Mapping[str, Shape]) -> bool:
 
 def _first_layer(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     """`linear_fc1`: gate and up where it has twice as many rows as `linear_fc2` has columns."""
-    second = near.shapes.get(re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name))
+    second = _matrix(near, re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name))
     return _gated_or_plain(shape, second, near)
 
 
@@ -85,15 +85,15 @@ def _adapter_out(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     base, _, _ = name.rpartition(".adapter.")
     if base.endswith("linear_fc1") and name.endswith(".adapter.linear_out.weight"):
         module = base.removesuffix("linear_fc1")
-        second = near.shapes.get(f"{module}linear_fc2.weight")
-        second = second or near.shapes.get(f"{module}linear_fc2.adapter.linear_in.weight")
+        second = _matrix(near, f"{module}linear_fc2.weight")
+        second = second or _matrix(near, f"{module}linear_fc2.adapter.linear_in.weight")
         return _gated_or_plain(shape, second, near)
     return _sections(f"{base}.weight", shape, near) if base.endswith("in_proj") else COLUMNS
 
 
 def _gated_or_plain(shape: Shape, second: Shape | None, near: Neighbours) -> Cut | None:
-    rows = shape[0] if shape else 0
-    if second is not None and len(second) == 2:
+    rows = (*shape, 0)[0]
+    if second is not None:
         gated = rows == 2 * second[1]
     elif isinstance(near.facts.get("gated_linear_unit", near.facts.get("swiglu")), bool):
         gated = near.facts.get("gated_linear_unit", near.facts.get("swiglu"))
@@ -111,8 +111,8 @@ def _adapter_in(name: str, shape: Shape, near: Neighbours) -> Cut | None:
 def _sections(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     """`in_proj` and `conv1d` of gated delta nets and Mamba mixers; sizes are told by the tensors beside them."""
     module, kind = name.rsplit(".", 2)[:2]
-    heads, output = near.shapes.get(f"{module}.A_log"), near.shapes.get(f"{module}.out_proj.weight")
-    if not shape or not heads or output is None or len(output) != 2:
+    heads, output = near.shapes.get(f"{module}.A_log"), _matrix(near, f"{module}.out_proj.weight")
+    if not shape or not heads or output is None:
         return None
     delta = not module.endswith("mixer")
     try:
@@ -131,8 +131,8 @@ def _down_projection(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     The up projection has as many columns as the latent is wide, so that a whole query projection has as many rows, and
     a whole key-value projection more (the rotary part). With a rotary part wider than the latent, only args tell.
     """
-    up = near.shapes.get(name.replace("_down_", "_up_"))
-    facts = near.facts
+    up = _matrix(near, name.replace("_down_", "_up_"))
+    facts, rows = near.facts, (*shape, 0)[0]
     query, latent, rotary = (facts.get(fact) for fact in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"))
     if "linear_qkv_down" in name:
         known = [part for part in (query, latent, rotary) if type(part) is int]
@@ -142,16 +142,22 @@ def _down_projection(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     else:
         whole = latent + rotary if type(latent) is int and type(rotary) is int else None
         if whole is None and up is not None:
-            return COLUMNS if shape[0] <= up[1] else REPLICATED
+            return COLUMNS if rows <= up[1] else REPLICATED
     if type(whole) is not int:
         return None
-    return REPLICATED if shape[0] == whole else COLUMNS
+    return REPLICATED if rows == whole else COLUMNS
+
+
+def _matrix(near: Neighbours, name: str) -> Shape | None:
+    """The shape of a neighbour that is a matrix."""
+    shape = near.shapes.get(name)
+    return shape if shape is not None and len(shape) == 2 else None
 
 
 def _head_norm(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     """q/k norms: of one head, or of the whole projection, then replicated, or cut as the projection is."""
     module, which, _ = name.rsplit(".", 2)
-    projection, fused = (near.shapes.get(f"{module}.{linear}.weight") for linear in ("linear_proj", "linear_qkv"))
+    projection, fused = (_matrix(near, f"{module}.{linear}.weight") for linear in ("linear_proj", "linear_qkv"))
     if projection is None or fused is None or not shape:
         return REPLICATED
     query = projection[1]
@@ -173,7 +179,7 @@ def _head_norm(name: str, shape: Shape, near: Neighbours) -> Cut | None:
 
 def _output(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     """`output_layer`: cut like the embedding where it is one of the vocabulary; a value head is replicated."""
-    rows = shape[0] if shape else 0
+    rows = (*shape, 0)[0]
     padded, ranks = near.facts.get("padded_vocab_size"), near.facts.get("tensor_model_parallel_size")
     if near.vocabulary is not None:
         return COLUMNS if rows == near.vocabulary else REPLICATED
