@@ -50,12 +50,12 @@ class SafetensorsFile:
     metadata: Mapping[str, str]
 
 
-def read_header(path: Path, file: SourceFile) -> SafetensorsFile:
-    """The tensors of the safetensors file at `path`, whose extents will name `file`.
+def read_header(path: Path, file: SourceFile, start: int = 0) -> SafetensorsFile:
+    """The tensors of the safetensors file at `path`, whose extents will name `file`; `start`: the bytes before it.
 
     Raises FormatError for anything that the safetensors library refuses too, and for what is listed above.
     """
-    header, data_start, size = _read_bytes(path)
+    header, data_start, size = _read_bytes(path, start)
     try:
         return _parse(header, data_start, size, file)
     except ValueError as error:
@@ -65,23 +65,25 @@ def read_header(path: Path, file: SourceFile) -> SafetensorsFile:
 _DAMAGED = "the file is damaged or was not written by safetensors; copy it again from where it came from"
 
 
-def _read_bytes(path: Path) -> tuple[bytes, int, int]:
-    """The header, the byte at which the data begins, and the size of the file."""
+def _read_bytes(path: Path, start: int) -> tuple[bytes, int, int]:
+    """The header, the byte at which the data begins, and the size of the file. What lies before `start` is ignored."""
     try:
         with open(path, "rb", opener=_open_at_once) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{path}: not a regular file")
+            stream.seek(start)
             prefix = stream.read(8)
             length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or length > min(MAX_HEADER_SIZE, status.st_size - 8):
-                raise _not_safetensors(path, prefix, length, status.st_size)
+            size = status.st_size - start
+            if len(prefix) < 8 or length > min(MAX_HEADER_SIZE, size - 8):
+                raise _not_safetensors(path, prefix, length, size)
             header = stream.read(length)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
     if len(header) != length:
         raise FormatError(f"{path}: ends in the header: {length:,} bytes announced, {len(header):,} found")
-    return header, 8 + length, status.st_size
+    return header, start + 8 + length, status.st_size
 
 
 def _open_at_once(path: str, flags: int) -> int:

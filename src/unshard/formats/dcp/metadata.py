@@ -1,22 +1,23 @@
-"""What `.metadata` says: which entries there are, of which chunks they are made, and where each chunk was written.
+"""What `.metadata` says: which entries there are, of which pieces they are made, and where each piece was written.
 
 The file is one pickle (torch `distributed/checkpoint/metadata.py` and `filesystem.py`): a `Metadata` with
 `state_dict_metadata` (name → `TensorStorageMetadata` or `BytesStorageMetadata`), `storage_data` (`MetadataIndex` →
-`_StorageInfo`) and `planner_data` (name → nested path). The classes are found by their last name: their modules have
-moved between releases, and Megatron-Core has a subclass of the root.
+`_StorageInfo`) and `planner_data` (name → nested path). Classes are told apart by their last name: their modules have
+moved between releases, and Megatron-Core has had a subclass of the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from unshard.dtypes import DType
 from unshard.errors import FormatError
 from unshard.formats.torch_file.builder import RecordBuilder
-from unshard.formats.torch_file.limits import Limits
+from unshard.formats.torch_file.limits import MIB, Limits
 from unshard.formats.torch_file.machine import Budget
 from unshard.formats.torch_file.records import Global, Opaque
 from unshard.formats.torch_file.slices import open_slice
@@ -24,28 +25,24 @@ from unshard.formats.torch_file.storages import Storages
 from unshard.formats.torch_file.unpickler import unpickle
 from unshard.tensors import Box, SourceFile
 
-LIMITS = Limits(pickle_bytes=1 << 30, operations=120_000_000, objects=80_000_000)
-KNOWN = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"})
+LIMITS = Limits(pickle_bytes=512 * MIB, operations=200_000_000, objects=120_000_000)
+"""Of one metadata file. A piece takes about 150 bytes of pickle, 60 operations and 90 units of `objects`."""
 
-Key: TypeAlias = tuple[str, tuple[int, ...] | None]
-"""A name and the offsets of a chunk; None for entries that are no tensors."""
+LARGEST = (1 << 63) - 1
+TORCH_KEYS = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"})
+PLANS = "all_local_plans"
+"""What Megatron-Core adds for its next save: once more what the metadata say, by rank."""
+
 Steps: TypeAlias = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor by its metadata. `dtype` is the name that torch gives it, where it is none of ours."""
-
-    dtype: DType | str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+Index: TypeAlias = tuple[str, tuple[int, ...] | None]
+"""A name, and the offsets of a piece; None for entries that are no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """`length` bytes of the file `path`, which is relative to the directory, from byte `offset` on.
 
-    `transforms` are the descriptors of what was done to the bytes (`stream.zstd`, …), innermost first.
+    `transforms` are the descriptors (`stream.zstd/1`) of what the writer did to the bytes.
     """
 
     path: str
@@ -54,15 +51,40 @@ class Place:
     transforms: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A chunk of a tensor as it was recorded. `place` is None where the metadata do not say where it was written."""
+
+    box: Box
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as it was recorded. `dtype` is torch's name of it where it is none of ours."""
+
+    dtype: DType | str
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
 @dataclass(slots=True)
 class Metadata:
-    """The content of one `.metadata`, or of several that were merged. `extra` are attributes that torch has not."""
+    """The content of one metadata file, or of those of all ranks.
+
+    tensors:  the tensors that were asked for; `skipped` are the names of the others.
+    objects:  entries that are no tensors; None where the metadata do not say where one was written.
+    paths:    name → its path in the nested state dict.
+    extra:    attributes that torch does not know.
+    files:    the names of all files in which something was written.
+    """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
-    places: dict[Key, Place] = field(default_factory=dict)
+    skipped: set[str] = field(default_factory=set)
+    objects: dict[str, Place | None] = field(default_factory=dict)
     paths: dict[str, Steps] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
 
 
 class NoStorages:
@@ -72,8 +94,8 @@ class NoStorages:
         raise FormatError("the metadata refer to the storage of a tensor")
 
 
-def read_metadata(path: Path, file: SourceFile) -> Metadata:
-    """Read one `.metadata` file. FormatError, which names it, where it is damaged or hostile."""
+def read_metadata(path: Path, file: SourceFile, wanted: Callable[[str], bool]) -> Metadata:
+    """Read one metadata file. FormatError, which names it, where it is damaged or hostile."""
     try:
         with open_slice(path) as source:
             if source.size > LIMITS.pickle_bytes:
@@ -81,91 +103,92 @@ def read_metadata(path: Path, file: SourceFile) -> Metadata:
             data = source.read(0, source.size)
         budget = Budget(LIMITS)
         builder = RecordBuilder(Storages(file, NoStorages()), budget, LIMITS)
-        root, _ = unpickle(data, builder, budget, LIMITS)
-        return _decode(root)
+        root, end = unpickle(data, builder, budget, LIMITS)
+        if end != len(data):
+            raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
+        return _decode(root, wanted)
     except FormatError as error:
         hint = error.hint or "copy the file again, or take an earlier checkpoint"
         raise FormatError(f"{file}: {error.message}", hint=hint) from error.__cause__
 
 
-def _decode(root: Any) -> Metadata:
-    if not isinstance(root, Opaque) or not isinstance(root.get("state_dict_metadata"), dict):
+def _decode(root: Any, wanted: Callable[[str], bool]) -> Metadata:
+    entries = root.get("state_dict_metadata") if isinstance(root, Opaque) else None
+    if not isinstance(entries, dict):
         raise FormatError("not the metadata of torch.distributed.checkpoint")
-    found = Metadata(extra={key: value for key, value in root.state.items() if key not in KNOWN})
-    for name, entry in root.get("state_dict_metadata").items():
+    places = _places(root.get("storage_data"))
+    found = Metadata(files={place.path for place in places.values()})
+    for name, entry in entries.items():
         if not isinstance(name, str):
             raise FormatError("an entry has a name that is no text")
         kind = entry.cls.name if isinstance(entry, Opaque) else type(entry).__name__
-        if kind == "TensorStorageMetadata":
-            found.tensors[name] = _tensor_entry(name, entry)
-        elif kind == "BytesStorageMetadata":
-            found.objects.append(name)
-        else:
+        if kind == "BytesStorageMetadata":
+            found.objects[name] = places.get((name, None))
+        elif kind != "TensorStorageMetadata":
             raise FormatError(f"`{name}` is of a kind that we do not know: {kind}")
-    places = root.get("storage_data")
-    if not isinstance(places, dict):
-        raise FormatError("it does not say where the chunks were written")
-    for index, info in places.items():
-        found.places[_key(index)] = _place(info)
-    paths = root.get("planner_data")
-    if isinstance(paths, dict):
-        found.paths = {name: steps for name, steps in paths.items() if _is_path(name, steps)}
+        elif wanted(name):
+            found.tensors[name] = _tensor(name, entry, places)
+        else:
+            found.skipped.add(name)
+    found.paths = dict(_paths(root.get("planner_data")))
+    found.extra = {key: value for key, value in root.state.items() if key not in TORCH_KEYS and key != PLANS}
     return found
 
 
-def _is_path(name: Any, steps: Any) -> bool:
-    return isinstance(name, str) and isinstance(steps, tuple) and all(isinstance(step, (str, int)) for step in steps)
-
-
-def _tensor_entry(name: str, entry: Opaque) -> TensorEntry:
-    properties, shape, chunks = entry.get("properties"), _counts(entry.get("size")), entry.get("chunks")
+def _tensor(name: str, entry: Opaque, places: Mapping[Index, Place]) -> TensorEntry:
+    properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
     state = properties.state if isinstance(properties, Opaque) else None
-    if shape is None or not isinstance(chunks, list) or not isinstance(state, tuple) or not state:
+    if not _are_counts(shape) or not isinstance(chunks, list) or not isinstance(state, tuple) or not state:
         raise FormatError(f"`{name}` is described in a way that torch never writes")
+    if prod([max(count, 1) for count in shape]) > LARGEST:
+        raise FormatError(f"`{name}` of shape {shape} has too many elements")
     dtype = state[0].path if isinstance(state[0], Global) else state[0]
     if not isinstance(dtype, (DType, str)):
-        raise FormatError(f"`{name}` has no dtype")
-    boxes = []
+        raise FormatError(f"`{name}` has elements of no type")
+    pieces = []
     for chunk in chunks:
-        offsets = _counts(chunk.get("offsets")) if isinstance(chunk, Opaque) else None
-        sizes = _counts(chunk.get("sizes")) if isinstance(chunk, Opaque) else None
-        if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
+        offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Opaque) else (None, None)
+        if not _are_counts(offsets) or not _are_counts(sizes) or not len(offsets) == len(sizes) == len(shape):
             raise FormatError(f"`{name}` has a chunk that torch never writes")
-        boxes.append(Box(offsets, sizes))
-    return TensorEntry(dtype, shape, tuple(boxes))
+        pieces.append(Piece(Box(offsets, sizes), places.get((name, offsets))))
+    return TensorEntry(dtype, shape, list(dict.fromkeys(pieces)))
 
 
-def _key(index: Any) -> Key:
-    if isinstance(index, Opaque) and isinstance(name := index.get("fqn"), str):
-        offset = index.get("offset")
-        if offset is None:
-            return name, None
-        counts = _counts(offset)
-        if counts is not None:
-            return name, counts
-    raise FormatError("a chunk is named in a way that torch never writes")
+def _places(found: Any) -> dict[Index, Place]:
+    """`storage_data` by what torch compares: the index hint in a `MetadataIndex` is no part of its identity."""
+    if not isinstance(found, dict):
+        raise FormatError("it does not say where anything was written")
+    places: dict[Index, Place] = {}
+    for index, info in found.items():
+        name, offset = (index.get("fqn"), index.get("offset")) if isinstance(index, Opaque) else (None, None)
+        if not isinstance(name, str) or not (offset is None or _are_counts(offset)):
+            raise FormatError("a chunk is named in a way that torch never writes")
+        places[name, offset] = _place(info)
+    return places
 
 
 def _place(info: Any) -> Place:
     if isinstance(info, Opaque):
         path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         transforms = info.get("transform_descriptors") or ()
-        if (
-            isinstance(path, str)
-            and _is_count(offset)
-            and _is_count(length)
-            and isinstance(transforms, (list, tuple))
-            and all(isinstance(item, str) for item in transforms)
-        ):
+        if isinstance(path, str) and _are_counts((offset, length)) and _are_texts(transforms):
             return Place(path, offset, length, tuple(transforms))
     raise FormatError("a chunk was written to a place that torch never writes")
 
 
-def _counts(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, tuple) and len(value) <= LIMITS.dimensions and all(_is_count(item) for item in value):
-        return value
-    return None
+def _paths(found: Any) -> Iterable[tuple[str, Steps]]:
+    """`planner_data`, if it has the form that torch's own planners give it."""
+    for name, steps in found.items() if isinstance(found, dict) else ():
+        if isinstance(name, str) and isinstance(steps, tuple) and all(type(step) in (str, int) for step in steps):
+            yield name, steps
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Whether this is a shape, or offsets: a short tuple of integers that are not negative."""
+    if not isinstance(value, tuple) or len(value) > LIMITS.dimensions:
+        return False
+    return all(type(item) is int and 0 <= item <= LARGEST for item in value)

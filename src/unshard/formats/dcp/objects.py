@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unshard.errors import FormatError
+from unshard.formats.dcp.transforms import refuse_transforms
 from unshard.formats.torch_file import read_torch_file
 from unshard.tensors import SourceFile
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`length` bytes of a file from byte `offset` on, in which torch.save put an object. `path` is to be opened."""
+    """`length` bytes of a file from byte `offset` on, in which torch.save put an object.
+
+    `path` is what to open, `file` its name. `transforms` as in `metadata.Place`.
+    """
 
     file: SourceFile
     path: Path
@@ -23,7 +26,6 @@ class Item:
 
 
 def read_item(item: Item) -> Any:
-    """The object, of dicts, lists, numbers, text and records. FormatError where it is damaged or hostile."""
-    if item.transforms:
-        raise FormatError(f"{item.file}: an item was written through {', '.join(item.transforms)}, which is not read")
+    """The object: dicts, lists, numbers, text and inert records. FormatError where it is damaged or hostile."""
+    refuse_transforms(item.transforms, str(item.file))
     return read_torch_file(item.path, item.file, start=item.offset, length=item.length).root

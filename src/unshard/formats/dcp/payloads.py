@@ -1,51 +1,123 @@
-"""Where the elements of a tensor item lie, by its head alone wherever that is possible.
+"""Where the elements of a tensor's piece lie, found by the head of its item alone wherever that is possible.
 
-An item is a whole archive of torch.save, with one tensor in it. A large checkpoint has tens of thousands of them, most
-of the same few shapes. Their archives differ in the elements and their checksums only, so that a second item whose
-length and whose bytes before the elements are those of one that was read whole has its elements at the same place.
+An item is a whole archive of torch.save with one tensor in it. A large checkpoint has tens of thousands of them, most
+of a few shapes. Their archives differ in the elements and the checksums of these only: an item that has the length of
+one that was read whole, and the same bytes before the elements, has its elements at the same place.
+
+With `SerializationFormat.SAFETENSORS` (torch 2.8, `filesystem.py`) the tensors of a file are one safetensors file
+behind the objects; what is recorded as the offset of each is where that begins, and as the length that of its elements.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from unshard.dtypes import DType
 from unshard.errors import FormatError
 from unshard.formats.dcp.metadata import Place
+from unshard.formats.dcp.transforms import refuse_transforms
+from unshard.formats.safetensors_file import SafetensorsFile, read_header
+from unshard.formats.state_dict import read_whole, what_it_is
 from unshard.formats.torch_file import StoredTensor, UnsupportedTensor, read_torch_file
 from unshard.formats.torch_file.slices import FileSlice
-from unshard.tensors import SourceFile
+from unshard.tensors import Box, Chunk, Extent, SourceFile
 
 LONGEST_HEAD = 1 << 16
+"""Bytes. Heads have 400 to 1,100; with a `.storage_alignment` of pages, as much as two of these."""
+SHARDING = "DCP_SHARDING_INFO"
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The tensor that an item holds. `extent` is None where it has no elements."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    extent: Extent | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """An open file: how to read it, where it lies, and what extents call it."""
+
+    source: FileSlice
+    path: Path
+    name: SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A recorded piece of the tensor `name`, to be found at its place."""
+
+    name: str
+    box: Box
+    place: Place
+
+
+@dataclass(slots=True)
 class PayloadFinder:
-    """Finds the tensors in items. Remembers what heads look like."""
+    """Finds tensors in one open file after the other, and remembers what heads look like."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, bytes], StoredTensor] = {}
-        self._head_sizes: dict[int, set[int]] = {}
+    _known: dict[tuple[int, bytes], Stored] = field(default_factory=dict)
+    _head_sizes: dict[int, set[int]] = field(default_factory=dict)
+    _headers: dict[tuple[SourceFile, int], SafetensorsFile] = field(default_factory=dict)
 
-    def find(self, source: FileSlice, path: Path, file: SourceFile, place: Place) -> StoredTensor:
-        """The tensor at a place of the open file `source`. FormatError where there is none that can be read."""
+    def find(self, file: DataFile, request: Request) -> Stored:
+        """The tensor that a piece was written as. FormatError where there is none to be read."""
+        place = request.place
+        refuse_transforms(place.transforms, f"{file.name}: `{request.name}`")
         sizes = self._head_sizes.get(place.length, ())
-        head = source.read(place.offset, max(sizes)) if sizes else b""
+        head = file.source.read(place.offset, max(sizes, default=min(4, place.length)))
         for size in sizes:
             known = self._known.get((place.length, head[:size]))
             if known is not None:
-                storage = replace(known.storage, file=file, offset=place.offset + size)
-                return replace(known, storage=storage)
-        tensor = _read_whole(path, file, place)
-        size = tensor.storage.offset - place.offset
-        if size <= LONGEST_HEAD:
-            self._head_sizes.setdefault(place.length, set()).add(size)
-            self._known[place.length, source.read(place.offset, size)] = tensor
-        return tensor
+                return _moved(known, file.name, place.offset)
+        return self._read_archive(file, place) if head.startswith(b"PK") else self._read_safetensors(file, request)
+
+    def _read_archive(self, file: DataFile, place: Place) -> Stored:
+        tensor = read_torch_file(file.path, file.name, start=place.offset, length=place.length).root
+        if not isinstance(tensor, StoredTensor):
+            what = tensor.reason if isinstance(tensor, UnsupportedTensor) else f"is {what_it_is(tensor)}"
+            raise FormatError(f"{file.name}: the tensor at byte {place.offset:,} {what}")
+        stored = Stored(tensor.dtype, tensor.shape, _only_extent(read_whole(tensor, None)))
+        head_size = tensor.storage.offset - place.offset
+        if head_size <= LONGEST_HEAD:
+            self._head_sizes.setdefault(place.length, set()).add(head_size)
+            head = file.source.read(place.offset, head_size)
+            self._known[place.length, head] = _moved(stored, file.name, -place.offset)
+        return stored
+
+    def _read_safetensors(self, file: DataFile, request: Request) -> Stored:
+        name, place = request.name, request.place
+        header = self._headers.get((file.name, place.offset))
+        if header is None:
+            header = self._headers[file.name, place.offset] = read_header(file.path, file.name, place.offset)
+        tensor = header.tensors.get(name)
+        if tensor is None or _saved_offsets(header.metadata, name) != list(request.box.offsets):
+            raise FormatError(f"{file.name}: no piece of `{name}` at {list(request.box.offsets)} is in its safetensors")
+        if tensor.size_in_bytes != place.length:
+            sizes = f"{tensor.size_in_bytes:,} bytes in the file and {place.length:,} in the metadata"
+            raise FormatError(f"{file.name}: `{name}` has {sizes}")
+        return Stored(tensor.dtype, tensor.shape, _only_extent(tensor.chunks))
 
 
-def _read_whole(path: Path, file: SourceFile, place: Place) -> StoredTensor:
-    found = read_torch_file(path, file, start=place.offset, length=place.length).root
-    if isinstance(found, StoredTensor):
-        return found
-    what = found.reason if isinstance(found, UnsupportedTensor) else f"is a {type(found).__name__}"
-    raise FormatError(f"{file}: the item at byte {place.offset:,} {what}")
+def _moved(stored: Stored, file: SourceFile, by: int) -> Stored:
+    """The same tensor `by` bytes further on, in a file of that name."""
+    extent = stored.extent
+    return stored if extent is None else replace(stored, extent=replace(extent, file=file, offset=extent.offset + by))
+
+
+def _only_extent(chunks: Sequence[Chunk]) -> Extent | None:
+    return chunks[0].extent if chunks else None
+
+
+def _saved_offsets(metadata: Mapping[str, str], name: str) -> Any:
+    """Where the piece of a tensor lies in the whole, by the header: of several in one file, torch keeps the last."""
+    try:
+        return json.loads(metadata[SHARDING])[name]["saved_offsets"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
