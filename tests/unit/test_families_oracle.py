@@ -102,6 +102,13 @@ DECODERS: dict[str, list[dict[str, Any]]] = {
     "glm4_moe_lite": [*DEEPSEEK, {**LATENT, "mlp_layer_types": ["sparse", "dense"]}],
 }
 
+QWEN3_TOWERS = [
+    {"depth": 2, "hidden_size": 32, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 50,
+     "deepstack_visual_indexes": [0, 1]},
+    {"depth": 1, "hidden_size": 16, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 20,
+     "patch_size": 7, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]},
+]  # fmt: skip
+
 VISION = {
     "qwen2_vl": [
         {"depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "mlp_ratio": 3},
@@ -111,20 +118,12 @@ VISION = {
         {"depth": 2, "hidden_size": 32, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 50},
         {"depth": 1, "hidden_size": 16, "out_hidden_size": 48, "num_heads": 2, "temporal_patch_size": 1},
     ],
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
-        [
-            {"depth": 2, "hidden_size": 32, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 50,
-             "deepstack_visual_indexes": [0, 1]},
-            {"depth": 1, "hidden_size": 16, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 20,
-             "patch_size": 7, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]},
-        ],
-    ),
     "gemma3": [
         {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 50},
         {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28, "patch_size": 7,
          "vision_use_head": False},
     ],
+    **{model_type: QWEN3_TOWERS for model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")},
 }  # fmt: skip
 
 TEXTS: dict[str, dict[str, Any]] = {

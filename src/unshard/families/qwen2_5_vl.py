@@ -2,7 +2,8 @@
 
 from unshard.families import qwen2
 from unshard.families.blocks import decoder, gated_mlp, qwen_vision
-from unshard.families.qwen2_vl import VISION_DEFAULTS
+from unshard.families.megatron import vision
+from unshard.families.qwen2_vl import MEGATRON_DECODER, VISION_DEFAULTS
 from unshard.families.template import Block, Family, linear, parameter
 from unshard.families.transformers5 import QWEN2_VL
 
@@ -29,4 +30,5 @@ FAMILY = Family(
     heads=("ForConditionalGeneration",),
     rules=QWEN2_VL,
     defaults=VISION_DEFAULTS,
+    megatron=(*vision.QWEN2_5_VL, *MEGATRON_DECODER),
 )

@@ -15,15 +15,19 @@ DENSE = Block("mlp", gated_mlp(), when=SparseLayer(False))
 
 DEFAULTS: Mapping[str, Default] = {"num_experts": "num_local_experts", "decoder_sparse_step": 1}
 
-_SHARED = (
+SHARED = (
     Block("shared_expert", gated_mlp("shared_expert_intermediate_size")),
     *linear("shared_expert_gate", "1", "hidden_size"),
 )
 
-MEGATRON_SHARED = (
-    *megatron.gated_mlp(f"{megatron.LAYER}.mlp.shared_experts", f"{megatron.HUB_LAYER}.mlp.shared_expert"),
-    rename(f"{megatron.LAYER}.mlp.shared_experts.gate_weight", f"{megatron.HUB_LAYER}.mlp.shared_expert_gate.weight"),
-)
+
+def shared_expert(at: str, to: str) -> megatron.Rules:
+    """The shared expert and its gate, of Megatron's MLP `at` and the file's `to`."""
+    return (
+        *megatron.gated_mlp(f"{at}.shared_experts", f"{to}.shared_expert"),
+        rename(f"{at}.shared_experts.gate_weight", f"{to}.shared_expert_gate.weight"),
+    )
+
 
 FAMILY = Family(
     model_type="qwen2_moe",
@@ -31,10 +35,14 @@ FAMILY = Family(
     parameters=decoder(
         *attention(bias=Flag("qkv_bias")),
         DENSE,
-        Block("mlp", (*ROUTER, PACKED, SINGLE, *_SHARED), when=SparseLayer()),
+        Block("mlp", (*ROUTER, PACKED, SINGLE, *SHARED), when=SparseLayer()),
         *NORMS,
     ),
     rules=QWEN_MOE,
     defaults={**DEFAULTS, "qkv_bias": True},
-    megatron=(*megatron.DENSE, *megatron.mixture(), *MEGATRON_SHARED),
+    megatron=(
+        *megatron.DENSE,
+        *megatron.mixture(),
+        *shared_expert(f"{megatron.LAYER}.mlp", f"{megatron.HUB_LAYER}.mlp"),
+    ),
 )

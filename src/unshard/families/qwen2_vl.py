@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from unshard.families import qwen2
 from unshard.families.blocks import decoder, qwen_vision
+from unshard.families.megatron import blocks as megatron
+from unshard.families.megatron import vision
 from unshard.families.sizes import Default
 from unshard.families.template import Block, Family, layer_norm, linear
 from unshard.families.transformers5 import QWEN2_VL
@@ -14,6 +16,11 @@ VISION_DEFAULTS: Mapping[str, Default] = {
     "vision.patch_size": 14,
     "vision.spatial_merge_size": 2,
 }
+
+MEGATRON_DECODER: megatron.Rules = (
+    *megatron.embeddings("language_model."),
+    *megatron.dense_layer("language_model.decoder.layers.{layer}"),
+)
 
 _WIDTH = "vision.embed_dim"
 
@@ -36,4 +43,5 @@ FAMILY = Family(
     heads=("ForConditionalGeneration",),
     rules=QWEN2_VL,
     defaults={**VISION_DEFAULTS, "vision.mlp_ratio": 4},
+    megatron=(*vision.QWEN2_VL, *MEGATRON_DECODER),
 )

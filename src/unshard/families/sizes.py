@@ -14,11 +14,11 @@ Default: TypeAlias = "int | bool | str"
 class Sizes:
     """Expressions over the keys of a config.json, worked out without running any code.
 
-    An expression is a sum of chains of factors from left to right: keys or whole numbers, joined by `*` and `//`, as in
-    "num_attention_heads*head_dim" or "q_lora_rank+hidden_size//num_attention_heads". A key is looked up in
+    An expression is a sum of chains of factors from left to right: keys or whole numbers, joined by `*` and `//`,
+    as in "num_attention_heads*head_dim" or "q_lora_rank+hidden_size//num_attention_heads". A key is looked up in
     `text_config` first, where there is one, then at the top; "vision.depth" is `depth` of `vision_config`,
-    "megatron.num_experts" is what training recorded under that name. Null counts as absent. Where a key is absent,
-    `given` (what the user said) is asked, then the defaults.
+    "megatron.num_experts" is what training recorded under that name. Null counts as absent, a list as its length.
+    Where a key is absent, `given` (what the user said) is asked, then the defaults.
     """
 
     def __init__(
@@ -109,6 +109,8 @@ class Sizes:
         if value is None and factor not in pending:
             default = self._defaults.get(factor)
             value = self._evaluate(default, pending | {factor}) if isinstance(default, str) else default
+        if isinstance(value, list):
+            value = len(value)
         if value is None:
             hint = _HEAD_COUNT_HINTS.get(factor, "give the model's own configuration with --config DIR")
             raise ModelError(f"config.json does not say {factor}, which the shapes of this model need", hint=hint)

@@ -90,6 +90,23 @@ class SparseTail:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerType:
+    """In layers that `layer_types` calls so ("full_attention", "linear_attention").
+
+    Where it is silent, every `full_attention_interval`-th layer has full attention (transformers, `Qwen3NextConfig`).
+    """
+
+    name: str
+
+    def holds(self, sizes: Sizes, indices: Indices) -> bool:
+        layer, types = indices["layer"], sizes.stored("layer_types")
+        if isinstance(types, list) and layer < len(types):
+            return bool(types[layer] == self.name)
+        full = (layer + 1) % max(1, sizes.size("full_attention_interval")) == 0
+        return self.name == ("full_attention" if full else "linear_attention")
+
+
+@dataclass(frozen=True, slots=True)
 class PackedExperts:
     """Where the experts of a layer are one tensor at run time: under transformers 5 and later.
 
