@@ -123,7 +123,7 @@ VISION = {
         {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28, "patch_size": 7,
          "vision_use_head": False},
     ],
-    **{model_type: QWEN3_TOWERS for model_type in ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), QWEN3_TOWERS),
 }  # fmt: skip
 
 TEXTS: dict[str, dict[str, Any]] = {
