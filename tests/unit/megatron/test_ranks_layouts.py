@@ -107,6 +107,17 @@ def test_experts(layout: dict[str, Any], experts: str, te: bool, tmp_path: Path)
     assert dict(checkpoint.mesh).get("etp", layout.get("tp", 1)) == layout.get("etp", layout.get("tp", 1))
 
 
+@pytest.mark.parametrize("te", [False, True])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1}], ids=str)
+def test_biases_of_experts(layout: dict[str, Any], te: bool, tmp_path: Path) -> None:
+    full, draw = random_full.model(1, experts=(0,)), Draw(13)
+    for expert in range(random_full.EXPERTS):
+        module = f"decoder.layers.0.mlp.experts.local_experts.{expert}."
+        full |= random_full.mlp(draw, module, random_full.EXPERT_FFN, bias=True)
+    checkpoint = check(tmp_path, full, te=te, **layout)
+    assert checkpoint.tensors["decoder.layers.0.mlp.experts.linear_fc1.bias"].shape == (8, 32)
+
+
 @pytest.mark.parametrize(
     ("layout", "told"),
     [
