@@ -23,6 +23,8 @@ _NEVER_ENTERED = re.compile(
     r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optimizer(_\d+)?|lora_adapter|rollout.*"
 )
 _STEP = re.compile(r"[0-9]{1,18}")
+_RELEASE = "release"
+"""What Megatron-LM's tracker says of a model that was converted, not trained; so is its directory named."""
 _MAX_TRACKER = 1 << 16
 _TRACKERS = {
     "latest_checkpointed_iteration.txt": None,
@@ -70,7 +72,7 @@ class Tracker:
     """A file in which a run names its latest checkpoint: `file` says `step`, which lies in `directory`."""
 
     file: Path
-    step: int
+    step: int | str
     directory: Path
 
 
@@ -80,7 +82,7 @@ def read_tracker(run: Path) -> Tracker | None:
         step = _read_step(run / name, key)
         if step is None:
             continue
-        places = [run / pattern.format(step) for pattern in _STEP_NAMES]
+        places = [run / (step if isinstance(step, str) else pattern.format(step)) for pattern in _STEP_NAMES]
         place = next((place for place in places if place.is_dir()), None)
         if place is not None:
             return Tracker(run / name, step, place)
@@ -95,8 +97,8 @@ def read_tracker(run: Path) -> Tracker | None:
     return None
 
 
-def _read_step(file: Path, key: str | None) -> int | None:
-    """The step in a tracker: the whole text, or the member `key` of a JSON object."""
+def _read_step(file: Path, key: str | None) -> int | str | None:
+    """The step in a tracker: the whole text (a number or `release`), or the member `key` of a JSON object."""
     if not file.is_file():
         return None
     try:
@@ -105,6 +107,8 @@ def _read_step(file: Path, key: str | None) -> int | None:
         step = str(text if key is None else json.loads(text)[key])
     except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return None
+    if key is None and step == _RELEASE:
+        return step
     return int(step) if _STEP.fullmatch(step) else None
 
 

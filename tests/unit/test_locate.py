@@ -90,6 +90,13 @@ class TestTrackers:
         assert locate(run.parent)[1] == actor
         assert f"{name} says step 9" in explain(run.parent, actor)
 
+    def test_a_converted_model_is_a_release(self, run: Path) -> None:
+        """Megatron-LM's converters write `release`, for a model that was trained elsewhere has no iteration."""
+        (run / "latest_checkpointed_iteration.txt").write_text("release")
+        touch(run / "release/mp_rank_00/model_optim_rng.pt", run / "iter_0000005/mp_rank_00/model_optim_rng.pt")
+        assert locate(run)[1] == run / "release"
+        assert "says step release" in explain(run, run / "release")
+
     def test_without_one_nothing_is_claimed(self, run: Path) -> None:
         assert "says" not in explain(run / "global_step_9", run / "global_step_9/actor")
 
@@ -100,7 +107,7 @@ class TestTrackers:
         assert f"unshard inspect {run / 'global_step_10'}" in text
 
     @pytest.mark.parametrize(
-        "text", ["", "release", "9" * 19, "9" * 5000, "-9", "9.0", "1_0", "\u00b2", "../9", "[1]", "\udcff"]
+        "text", ["", "released", "9" * 19, "9" * 5000, "-9", "9.0", "1_0", "\u00b2", "../9", "[1]", "\udcff"]
     )
     def test_a_tracker_that_names_no_step_is_no_tracker(self, text: str, run: Path) -> None:
         for name in ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json"):
@@ -147,7 +154,6 @@ class TestNothing:
             (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "torch DCP directory"),
             (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed ZeRO"),
             (["global_step7/mp_rank_00_model_states.pt"], "DeepSpeed"),
-            (["iter_0000005/mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
             (["dist_ckpt/common.pt", "dist_ckpt/metadata.json"], "Megatron-Core"),
             (["shard-00001-model-00001-of-00001.safetensors"], "HuggingFaceStorageWriter"),
             (["adapter_config.json"], "PEFT adapter"),

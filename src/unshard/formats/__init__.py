@@ -6,6 +6,7 @@ from unshard.formats.contract import Format
 from unshard.formats.fsdp import Fsdp
 from unshard.formats.full import FullStateDict
 from unshard.formats.huggingface.reader import HuggingFace
+from unshard.formats.megatron.ranks import MegatronRanks
 
-FORMATS: tuple[Format, ...] = (Fsdp(), HuggingFace(), FullStateDict())
+FORMATS: tuple[Format, ...] = (MegatronRanks(), Fsdp(), HuggingFace(), FullStateDict())
 """In the order in which they are asked: training state before the model files that may lie beside it."""
