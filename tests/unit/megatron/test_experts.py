@@ -17,7 +17,7 @@ LAYER = "decoder.layers.3.mlp"
 
 def experts(directory: Path, numbers: list[int], layer: str = LAYER) -> dict[str, Tensor]:
     names = [f"{layer}.experts.local_experts.{number}.linear_fc1.weight" for number in numbers]
-    return store(directory, {name: (F32, (4, 3)) for name in names}, seed=len(layer))
+    return store(directory, dict.fromkeys(names, (F32, (4, 3))), seed=len(layer))
 
 
 def test_stacks_by_global_number(tmp_path: Path) -> None:

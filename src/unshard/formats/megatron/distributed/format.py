@@ -35,7 +35,7 @@ class MegatronDist:
         found = find_distributed(source.path)
         if found is None:
             raise NotACheckpointError(f"{source.path}: no {SEAL} of Megatron-Core lies there")
-        stored = _read_stored(source.path, found)
+        stored = _read_stored(source, found)
         if not found.finished:
             stored.problems.insert(0, _unfinished(source.path))
         return to_checkpoint(source, stored, self.name, f"Megatron-Core {found.backend}")
@@ -53,19 +53,19 @@ class MegatronFsdp:
 
     def read(self, source: Source) -> Checkpoint:
         """The catalog. Raises FormatError where `.metadata` cannot be read."""
-        stored = read_torch_dist(source.path, ROOT, is_weight)
+        stored = read_torch_dist(source, is_weight)
         return to_checkpoint(source, stored, self.name, "Megatron-FSDP fsdp_dtensor")
 
 
-def _read_stored(directory: Path, found: Finding) -> Stored:
+def _read_stored(source: Source, found: Finding) -> Stored:
     if found.backend == "zarr":
-        return read_zarr(directory, ROOT, is_weight)
+        return read_zarr(source.path, ROOT, is_weight)
     if found.backend != "torch_dist":
         raise FormatError(
-            f"{directory / SEAL}: `sharded_backend` is {found.backend!r}; torch_dist and zarr are read",
+            f"{source.path / SEAL}: `sharded_backend` is {found.backend!r}; torch_dist and zarr are read",
             hint="save again with --dist-ckpt-format torch_dist",
         )
-    return read_torch_dist(directory, ROOT, is_weight)
+    return read_torch_dist(source, is_weight)
 
 
 def _unfinished(directory: Path) -> UnshardError:

@@ -20,6 +20,8 @@ _BACKEND = "sharded_backend"
 _METADATA = ".metadata"
 _LOOK = 4 << 20
 """Bytes of `.metadata` that are looked into. It begins with the keys, the model's before the optimizer's."""
+_END_OF_KEYS = b"planner_data"
+"""The member of `Metadata` that follows: paths in the nested state dict, whose steps look like keys."""
 _TEXT = rb"(?:\x8c.|X.{4}|\x8d.{8})"
 """What comes before a text in a pickle: the opcode and the length."""
 _MODULES = (
@@ -72,4 +74,4 @@ def _has_key(directory: Path, pattern: re.Pattern[bytes]) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return pattern.search(file.read(_LOOK)) is not None
+        return pattern.search(file.read(_LOOK).partition(_END_OF_KEYS)[0]) is not None

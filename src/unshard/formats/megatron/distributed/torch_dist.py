@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from unshard.errors import FormatError
-from unshard.formats.dcp import read_container
+from unshard.formats.contract import Source
+from unshard.formats.dcp import Folder, read_container
 from unshard.formats.megatron.distributed.stored import Stored
 from unshard.tensors import Tensor
 
 _RECORDED_SHAPE = "nd_reformulated_orig_global_shape"
 
 
-def read_torch_dist(directory: Path, root: str, wanted: Callable[[str], bool]) -> Stored:
-    """The tensors of a DCP directory, which is the root `root` of its files.
+def read_torch_dist(source: Source, wanted: Callable[[str], bool]) -> Stored:
+    """The tensors of a DCP directory, whose files may also lie in the source's further roots.
 
-    `wanted` says of a key whether its tensor is to be read. Raises FormatError where `.metadata` cannot be read.
+    `wanted` says of a key whether its tensor is to be read. Raises what `read_container` raises.
     """
-    container = read_container(directory, root, wanted=wanted)
+    (root, directory), *others = source.roots.items()
+    also = [Folder(path, name) for name, path in others]
+    container = read_container(directory, root, wanted=wanted, also=also)
     found = Stored(
         dict(container.tensors),
         [*container.skipped, *container.items],
