@@ -12,29 +12,32 @@ import os
 import shutil
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 
-from benchmarks.checkpoint import SHAPES, Generated, check, generate
+from benchmarks.checkpoint import KINDS, SIZES, Generated, check, generate
 from benchmarks.contenders import Contender, contenders
 from benchmarks.measure import Measurement, measure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--size", action="append", choices=SHAPES, help="GB of the checkpoint; default: all")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of checkpoint; default: all")
+    parser.add_argument("--size", action="append", choices=SIZES, help="GB of the checkpoint; default: all")
     parser.add_argument("--pairs", type=int, default=5, help="rounds per contender (default: 5)")
     parser.add_argument("--directory", type=Path, default=Path("build/benchmarks"), help="where all files go")
     parser.add_argument("--peers", default=sys.executable, help="the Python that has verl (default: this one)")
     parser.add_argument("--only", default="", help="contenders whose title contains this, besides the baseline")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    chosen = contenders(arguments.peers)
-    chosen = [chosen[0], *[contender for contender in chosen[1:] if arguments.only in contender.title]]
-    for size in arguments.size or list(SHAPES):
-        checkpoint = generate(size, arguments.directory.resolve())
-        print(f"\n{checkpoint.size / 1e9:.2f} GB of fp32 in {len(checkpoint.ranks)} rank files\n", flush=True)
-        print_table(chosen, race(chosen, checkpoint, arguments.directory.resolve() / "output", arguments.pairs))
+    directory = arguments.directory.resolve()
+    for kind, size in product(arguments.kind or KINDS, arguments.size or SIZES):
+        checkpoint = generate(kind, size, directory)
+        chosen = contenders(arguments.peers, checkpoint)
+        chosen = [chosen[0], *[contender for contender in chosen[1:] if arguments.only in contender.title]]
+        print(f"\n{checkpoint.kind.title}: {checkpoint.shape.size / 1e9:.2f} GB\n", flush=True)
+        print_table(chosen, race(chosen, checkpoint, directory / "output", arguments.pairs))
 
 
 def race(chosen: list[Contender], checkpoint: Generated, output: Path, rounds: int) -> list[list[Measurement]]:

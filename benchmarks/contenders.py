@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +27,17 @@ class Contender:
 
     command: from the checkpoint and an output path that does not exist yet to argv, or to a line for the shell.
     dtype:   what the output holds; None: it is no model, and is not compared.
-    is_peer: another project's program, which may not work here.
+    module:  the module of another project's program, which may not work here; empty for our own.
     """
 
     title: str
     command: Callable[[Generated, Path], list[str] | str]
     dtype: str | None
-    is_peer: bool = False
+    module: str = ""
+
+    @property
+    def is_peer(self) -> bool:
+        return bool(self.module)
 
 
 def _concatenate(checkpoint: Generated, output: Path) -> str:
@@ -43,37 +47,49 @@ def _concatenate(checkpoint: Generated, output: Path) -> str:
 
 def _unshard(*options: str) -> Callable[[Generated, Path], list[str]]:
     def command(checkpoint: Generated, output: Path) -> list[str]:
-        return [sys.executable, "-m", "unshard", "merge", str(checkpoint.directory), str(output), *options]
+        merge = [sys.executable, "-m", "unshard", "merge", str(checkpoint.directory), str(output)]
+        beside = checkpoint.config.is_relative_to(checkpoint.directory)
+        return [*merge, *options] if beside else [*merge, *options, "--config", str(checkpoint.config)]
 
     return command
 
 
-def contenders(peers: str) -> list[Contender]:
-    """All of them; `peers` is the Python in which verl and torch are looked for."""
+def contenders(peers: str, checkpoint: Generated) -> list[Contender]:
+    """All of them that read such a checkpoint; `peers` is the Python in which verl and torch are looked for."""
+    stored = checkpoint.shape.dtype
     found = [
         Contender("cat SHARDS > file && sync file", _concatenate, None),
-        Contender("unshard --verify structure", _unshard("--verify", "structure"), "F32"),
-        Contender("unshard", _unshard(), "F32"),
-        Contender(
-            "unshard --dtype bf16 --verify structure", _unshard("--dtype", "bf16", "--verify", "structure"), "BF16"
-        ),
+        Contender("unshard --verify structure", _unshard("--verify", "structure"), stored),
+        Contender("unshard", _unshard(), stored),
     ]
-    if _has(peers, "verl.model_merger"):
+    if stored != "BF16":
+        to_bf16 = _unshard("--dtype", "bf16", "--verify", "structure")
+        found.append(Contender("unshard --dtype bf16 --verify structure", to_bf16, "BF16"))
+    return found + [peer for peer in _peers(peers, checkpoint) if _has(peers, peer.module)]
 
-        def verl(checkpoint: Generated, output: Path) -> list[str]:
-            merge = [peers, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-            return [*merge, "--local_dir", str(checkpoint.directory), "--target_dir", str(output)]
 
-        found.append(Contender("verl.model_merger (to bf16, no fsync)", verl, "BF16", is_peer=True))
-    if _has(peers, "torch.distributed.checkpoint._consolidate_hf_safetensors"):
+def _peers(python: str, checkpoint: Generated) -> Iterator[Contender]:
+    """Other projects' programs for such a checkpoint. None merges Megatron's per-rank files without Megatron itself."""
+    shards = checkpoint.shards
+    if shards is None:
+        return
 
-        def consolidate(checkpoint: Generated, output: Path) -> list[str]:
-            output.mkdir()
-            first = min(checkpoint.shards.iterdir()).name
-            return [peers, "-c", _CONSOLIDATE, str(checkpoint.shards), str(output), first]
+    def verl(checkpoint: Generated, output: Path) -> list[str]:
+        merge = [python, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        return [*merge, "--local_dir", str(checkpoint.directory), "--target_dir", str(output)]
 
-        found.append(Contender("torch DCP consolidation (no fsync)", consolidate, "F32", is_peer=True))
-    return found
+    yield Contender("verl.model_merger (to bf16, no fsync)", verl, "BF16", "verl.model_merger")
+
+    def consolidate(_: Generated, output: Path) -> list[str]:
+        output.mkdir()
+        return [python, "-c", _CONSOLIDATE, str(shards), str(output), min(shards.iterdir()).name]
+
+    yield Contender(
+        "torch DCP consolidation (no fsync)",
+        consolidate,
+        checkpoint.shape.dtype,
+        "torch.distributed.checkpoint._consolidate_hf_safetensors",
+    )
 
 
 def _has(python: str, module: str) -> bool:
