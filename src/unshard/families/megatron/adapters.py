@@ -2,18 +2,19 @@
 
 `<linear>.adapter.linear_in.weight` is A [r, in], `<linear>.adapter.linear_out.weight` is B [out, r], with the rows of
 the base matrix (NVIDIA-NeMo/Megatron-Bridge, `src/megatron/bridge/peft/utils.py`). Where the base is several matrices
-in the file, each gets its rows of B, and all of them A.
+in the file, each gets its rows of B, and all of them A. Those of experts are stacked like the experts themselves.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from unshard.errors import ModelError
 from unshard.families.rules import Rewritten, Rule, find_rule
 from unshard.families.sizes import Sizes
+from unshard.families.steps import Parts, Unstack
 from unshard.tensors import Value
 
 _NAME = re.compile(r"(?P<base>.+)\.adapter\.linear_(?P<side>in|out)\.weight")
@@ -56,11 +57,27 @@ def _add_pair(base: str, pair: _Pair, rules: Sequence[Rule], sizes: Sizes, resul
         result.problems.append(ModelError(f"{there} is half an adapter: linear_in and linear_out belong together"))
         return
     try:
-        parts = rule.split(pair.matrices["out"], sizes)
-    except ValueError as misfit:
-        result.problems.append(ModelError(f"{pair.names['out']} does not fit the matrix that it adapts: {misfit}"))
-        return
-    for key, rows in parts.items():
+        for module, inner, rows in _take_apart(pair, rule, bindings, sizes):
+            result.add(f"{module}.lora_A.default.weight", inner, (pair.names["in"],))
+            result.add(f"{module}.lora_B.default.weight", rows, (pair.names["out"],))
+    except (ValueError, ModelError) as misfit:
+        result.problems.append(ModelError(f"the adapter of {base} does not fit the matrix that it adapts: {misfit}"))
+
+
+def _take_apart(
+    pair: _Pair, rule: Rule, bindings: Mapping[str, str], sizes: Sizes
+) -> Iterator[tuple[str, Value, Value]]:
+    """(module in the file, A, B) of each part. Raises ValueError or ModelError where they do not fit the rule."""
+    stacked = [place for place, fan in enumerate(rule.fans) if fan != "part"]
+    inner, rows = pair.matrices["in"], pair.matrices["out"]
+    if {inner.ndim, rows.ndim} != {2 + len(stacked)} or inner.shape[: len(stacked)] != rows.shape[: len(stacked)]:
+        raise ValueError(f"linear_in has shape {list(inner.shape)}, linear_out {list(rows.shape)}")
+    inners = _unstack(rule, inner, sizes)
+    for key, part in rule.split(rows, sizes).items():
         module = rule.part_name(key, bindings).removesuffix(".weight")
-        result.add(f"{module}.lora_A.default.weight", pair.matrices["in"], (pair.names["in"],))
-        result.add(f"{module}.lora_B.default.weight", rows, (pair.names["out"],))
+        yield module, inners[tuple([key[place] for place in stacked])], part
+
+
+def _unstack(rule: Rule, matrix: Value, sizes: Sizes) -> Parts:
+    """A of each expert, for a rule that takes stacked experts apart; A itself under the key () for all others."""
+    return replace(rule, steps=tuple([step for step in rule.steps if isinstance(step, Unstack)])).split(matrix, sizes)
