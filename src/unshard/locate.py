@@ -15,13 +15,17 @@ from unshard.errors import FormatError, NotACheckpointError, UnshardError, comma
 from unshard.formats import FORMATS
 from unshard.formats.contract import Format
 from unshard.formats.foreign import name_foreign
+from unshard.formats.megatron.train_state import read_step
+from unshard.formats.megatron.verl import find_role_above
 from unshard.words import items_in_lines, items_in_words
 
 _MAX_DEPTH = 4
 _MAX_DIRECTORIES = 4096
 _NEVER_ENTERED = re.compile(
-    r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optimizer(_\d+)?|lora_adapter|rollout.*"
+    r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optimizer(_\d+)?|extra|lora_adapter|rollout.*"
 )
+_PIECES = re.compile(r"\.metadata|metadata\.json|common\.pt|.+\.distcp")
+"""Files of a distributed checkpoint of Megatron-Core, none of which can be read by itself."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _RELEASE = "release"
 """What Megatron-LM's tracker says of a model that was converted, not trained; so is its directory named."""
@@ -30,8 +34,10 @@ _TRACKERS = {
     "latest_checkpointed_iteration.txt": None,
     "latest_ckpt_global_step.txt": None,
     "checkpoint_tracker.json": "last_global_step",
+    "latest_train_state.pt": "step",
 }
-"""Files of verl (and Megatron-LM), SkyRL and EasyR1 that name the latest step; the key where they are JSON."""
+"""Files of verl (and Megatron-LM), SkyRL, EasyR1 and Megatron-Bridge that name the latest step; the key where there is
+one, in JSON or in a torch file."""
 _STEP_NAMES = ("global_step_{}", "global_steps_{}", "iter_{:07d}", "step-{}", "step_{}", "checkpoint-{}")
 
 
@@ -39,15 +45,17 @@ def locate(path: Path, also: Sequence[Path] = ()) -> tuple[Format, Path]:
     """The format and the place of the checkpoint at or below `path`: a run, a step, a role (`actor`), a single file.
 
     Where a run names its latest step (verl, SkyRL and EasyR1 each in a file of their own), that step is taken. `also`
-    are further roots, which only have to be there. Raises NotACheckpointError where nothing lies that can be read, with
+    are further roots, which only have to be there. A part that means nothing by itself, one file of several or one
+    directory of a role, stands for the whole. Raises NotACheckpointError where nothing lies that can be read, with
     what does lie there, and where several checkpoints do, with all of them.
     """
     for place in (path, *also):
         if not place.exists():
             raise NotACheckpointError(f"`{place}` does not exist", hint=command_line("ls", _existing_parent(place)))
-    found = detect(path)
+    whole = _whole(path)
+    found = detect(whole)
     if found is not None:
-        return found, path
+        return found, whole
     if path.is_file():
         raise NotACheckpointError(f"{path}: not a checkpoint file: {name_foreign(path) or 'of no kind that is known'}")
     read_tracker(path)
@@ -57,6 +65,26 @@ def locate(path: Path, also: Sequence[Path] = ()) -> tuple[Format, Path]:
     if walk.candidates:
         raise _several(path, walk.candidates)
     raise _nothing(path, walk)
+
+
+def _whole(path: Path) -> Path:
+    """The checkpoint that a path is a part of, where the part means nothing by itself; else the path.
+
+    `__0_0.distcp` and its like stand for their directory, `dist_ckpt` and `model` for verl's directory of a role.
+    Raises NotACheckpointError for parts without weights.
+    """
+    if path.is_file():
+        if not _PIECES.fullmatch(path.name):
+            return path
+        found = detect(path.absolute().parent)
+        if found is None or not found.name.startswith("megatron"):
+            return path
+        path = path.absolute().parent
+    try:
+        role = find_role_above(path)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+    return path if role is None else role.place
 
 
 def detect(path: Path) -> Format | None:
@@ -87,8 +115,9 @@ def read_tracker(run: Path) -> Tracker | None:
         if place is not None:
             return Tracker(run / name, step, place)
         steps = [child for child in _directories_in(run) if child.name[-1].isdigit()]
+        usual = next((place for place in places if any(_same_kind(place, child) for child in steps)), places[0])
         raise NotACheckpointError(
-            f"{run / name} says that step {step} is the latest, but neither {places[0].name} nor another directory of "
+            f"{run / name} says that step {step} is the latest, but neither {usual.name} nor another directory of "
             "that step is there",
             hint="name a step that is there: " + command_line("unshard", "inspect", steps[-1])
             if steps
@@ -97,10 +126,17 @@ def read_tracker(run: Path) -> Tracker | None:
     return None
 
 
+def _same_kind(directory: Path, other: Path) -> bool:
+    """Whether two directories of steps are named in the same way."""
+    return directory.name.rstrip("0123456789") == other.name.rstrip("0123456789")
+
+
 def _read_step(file: Path, key: str | None) -> int | str | None:
     """The step in a tracker: the whole text (a number or `release`), or the member `key` of a JSON object."""
     if not file.is_file():
         return None
+    if file.suffix == ".pt":
+        return read_step(file)
     try:
         with file.open("rb") as stream:
             text = stream.read(_MAX_TRACKER).decode().strip()

@@ -6,7 +6,19 @@ from unshard.formats.contract import Format
 from unshard.formats.fsdp import Fsdp
 from unshard.formats.full import FullStateDict
 from unshard.formats.huggingface.reader import HuggingFace
+from unshard.formats.megatron.adapter_files import VerlAdapter
+from unshard.formats.megatron.distributed import MegatronDist, MegatronFsdp
 from unshard.formats.megatron.ranks import MegatronRanks
+from unshard.formats.megatron.verl import Verl
 
-FORMATS: tuple[Format, ...] = (MegatronRanks(), Fsdp(), HuggingFace(), FullStateDict())
+FORMATS: tuple[Format, ...] = (
+    MegatronRanks(),
+    Fsdp(),
+    Verl(),
+    MegatronDist(),
+    MegatronFsdp(),
+    VerlAdapter(),
+    HuggingFace(),
+    FullStateDict(),
+)
 """In the order in which they are asked: training state before the model files that may lie beside it."""
