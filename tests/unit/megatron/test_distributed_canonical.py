@@ -157,6 +157,13 @@ def test_stacks_of_different_depth(tmp_path: Path) -> None:
     assert "`decoder.layers`: how many layers are there? 3 in `decoder.layers.mlp.linear_fc2.weight`; 4 in" in problem
 
 
+def test_a_depth_that_would_fill_the_memory() -> None:
+    key = "decoder.layers.mlp.router.weight"
+    tensors, problems = to_canonical({key: Tensor(key, BF16, (1 << 40, 4), ())})
+    assert tensors == {}
+    assert ["layers are too many to be true" in str(problem) for problem in problems] == [True]
+
+
 def test_a_stack_that_is_a_scalar(tmp_path: Path) -> None:
     scalar = store(tmp_path, {"decoder.layers.mlp.router.expert_bias": (BF16, ())})
     _, problems = to_canonical(scalar)

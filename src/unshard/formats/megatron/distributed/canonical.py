@@ -14,6 +14,7 @@ from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.megatron.distributed.keys import rename_experts, split_layers
 from unshard.formats.megatron.experts import stack_experts
 from unshard.formats.megatron.names import strip_wrappers
+from unshard.formats.state_dict import MAX_ENTRIES
 from unshard.tensors import Tensor, concat
 from unshard.words import names_in_words
 
@@ -58,6 +59,8 @@ def _take_layers_apart(stored: Mapping[str, Tensor], problems: list[UnshardError
             add(name, tensor)
         elif not tensor.shape:
             problems.append(FormatError(f"`{key}` should have a row per layer, but is a scalar"))
+        elif len(tensors) + tensor.shape[0] > MAX_ENTRIES:
+            problems.append(FormatError(f"`{key}`: {tensor.shape[0]:,} layers are too many to be true"))
         else:
             block, rest = stack
             depths[block][tensor.shape[0]].append(key)

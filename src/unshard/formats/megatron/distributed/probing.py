@@ -50,10 +50,10 @@ def find_distributed(directory: Path) -> Finding | None:
             recorded = None
         if isinstance(recorded, str):
             return Finding(recorded, finished=True)
-    backend = _find_backend(directory)
-    if backend is None or not ((directory / COMMON).is_file() or _has_key(directory, _CORE_KEY)):
+    if not ((directory / COMMON).is_file() or _has_key(directory, _CORE_KEY)):
         return None
-    return Finding(backend, finished=False)
+    backend = _find_backend(directory)
+    return Finding(backend, finished=False) if backend else None
 
 
 def is_fsdp(directory: Path) -> bool:

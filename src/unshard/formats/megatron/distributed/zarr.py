@@ -22,7 +22,7 @@ from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor, row_major_st
 from unshard.words import items_in_words
 
 ARRAY = ".zarray"
-_MAX_CHUNKS = 1 << 22
+_MAX_CHUNKS = 1 << 18
 _DTYPES: dict[str, DType] = {
     "bfloat16": BF16, "<V2": BF16, "|b1": BOOL, "|u1": U8, "|i1": I8, "<i2": I16, "<i4": I32, "<i8": I64, "<u2": U16,
     "<u4": U32, "<u8": U64, "<f2": F16, "<f4": F32, "<f8": F64, "<c8": C64,
