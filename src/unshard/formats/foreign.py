@@ -15,7 +15,7 @@ _BY_CONTENT: tuple[tuple[str, str], ...] = (
     (r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed ZeRO partitions"),
     (r"mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt", "a DeepSpeed checkpoint"),
     (r"common\.pt", "the common.pt of a Megatron-Core distributed checkpoint without its tensors"),
-    (r"ckpt_contents\.json", "a verl checkpoint of the second layout (dist_ckpt)"),
+    (r"ckpt_contents\.json", "states of a verl run without the model (second layout)"),
     (r"adapter_config\.json", "a PEFT adapter's config without its weights"),
     (r".*\.gguf", "GGUF files (llama.cpp)"),
     (r"flax_model.*\.msgpack", "a Flax model"),

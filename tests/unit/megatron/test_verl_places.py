@@ -88,6 +88,23 @@ class TestLevels:
             found, where = locate(level)
             assert (found.name, where) == ("megatron_dist", place)
 
+    def test_nemo(self, tmp_path: Path) -> None:
+        place = dist(tmp_path / "step=9/weights")
+        config(tmp_path / "step=9/context")
+        assert locate(tmp_path)[1] == place
+
+    def test_bridge_exports_beside_its_weights(self, tmp_path: Path) -> None:
+        place = dist(tmp_path / "iter_0000010")
+        config(export(place / "hf"))
+        assert locate(tmp_path)[1] == place
+        assert locate(place / "hf")[0].name == "huggingface"
+
+    def test_states_without_a_model(self, tmp_path: Path) -> None:
+        dist(tmp_path / "actor/optimizer/dist_ckpt")
+        (tmp_path / "actor/ckpt_contents.json").write_text("{}")
+        with pytest.raises(NotACheckpointError, match="without the model"):
+            locate(tmp_path / "actor")
+
     def test_a_directory_named_model(self, tmp_path: Path) -> None:
         place = export(tmp_path / "model")
         assert locate(place)[1] == place
