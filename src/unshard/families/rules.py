@@ -107,7 +107,7 @@ class Rewritten:
             old, new = ", ".join(self.origins[name]), ", ".join(origins)
             self.problems.append(ModelError(f"{old} and {new} would both become {name}"))
             return
-        self.tensors[name] = value.rename(name)
+        self.tensors[name] = value if value.name == name else value.rename(name)
         self.origins[name] = origins
 
 
