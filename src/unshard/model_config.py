@@ -14,11 +14,24 @@ def class_name(config: Mapping[str, Any]) -> str | None:
     return str(names[0])
 
 
+def transformers_version(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(major, minor) of the transformers version that wrote config.json, if it says."""
+    text = config.get("transformers_version")
+    parts = text.split(".") if isinstance(text, str) else []
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether the language model's head is the embedding.
 
     `tie_word_embeddings` says so, at the top or in `text_config`; where neither has it, the model type's default does.
+    Where they differ, transformers 5 goes by the top, as far as the config says that it wrote it.
     """
+    version, top = transformers_version(config), config.get("tie_word_embeddings")
+    if version is not None and version >= (5, 0) and top is not None:
+        return bool(top)
     text = config.get("text_config")
     nested = text if isinstance(text, Mapping) else {}
     said = [value for section in (config, nested) if (value := section.get("tie_word_embeddings")) is not None]

@@ -73,6 +73,8 @@ def cut_of(name: str, full: Full, dims: Mapping[str, int] | None = None) -> Cut 
     dim = _dim(name, dims or {})
     if dim is None or (name.endswith("output_layer.weight") and len(tensor) == 1):  # a value head is replicated
         return None
+    if name.startswith("visual."):  # a tower kept as it runs in transformers is replicated
+        return None
     return Cut(dim, sections_of(name, full) if dim == 0 else (tensor.shape[dim],))
 
 

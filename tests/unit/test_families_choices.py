@@ -28,6 +28,7 @@ from unshard.checkpoint import Checkpoint
 from unshard.dtypes import BF16
 from unshard.errors import UsageError
 from unshard.model import Model
+from unshard.model_config import is_tied
 from unshard.tensors import Computed, SourceFile, Tensor, Value, contiguous_chunk
 
 
@@ -238,3 +239,21 @@ class TestReference:
     def test_buffers_that_the_reference_holds_are_kept(self) -> None:
         tensors = {**running(QWEN2), **outline("model.rotary_emb.inv_freq", 2)}
         assert "model.rotary_emb.inv_freq" in self.follow(tensors, QWEN2, reference_of(tensors)).tensors
+
+
+@pytest.mark.parametrize(
+    ("version", "top", "nested", "tied"),
+    [
+        ("5.24.0", False, True, False),
+        ("5.24.0", True, False, True),
+        ("4.57.6", False, True, True),
+        ("5.0.0", None, True, True),
+    ],
+)
+def test_where_configs_differ_transformers_5_goes_by_the_top(
+    version: str, top: bool | None, nested: bool, tied: bool
+) -> None:
+    config = {"transformers_version": version, "text_config": {"tie_word_embeddings": nested}}
+    if top is not None:
+        config["tie_word_embeddings"] = top
+    assert is_tied(config) == tied

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from unshard.errors import ModelError
+from unshard.model_config import transformers_version
 
 Default: TypeAlias = "int | bool | str"
 """What a key means where config.json has none: a number, a flag, or an expression over other keys."""
@@ -77,11 +78,7 @@ class Sizes:
     @property
     def transformers_version(self) -> tuple[int, int] | None:
         """(major, minor) of the transformers version that wrote config.json, if it says."""
-        text = self.config.get("transformers_version")
-        parts = text.split(".") if isinstance(text, str) else []
-        if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
-            return None
-        return int(parts[0]), int(parts[1])
+        return transformers_version(self.config)
 
     def _evaluate(self, expression: str, pending: frozenset[str]) -> float:
         return sum([self._chain(term, pending) for term in expression.split("+")])
