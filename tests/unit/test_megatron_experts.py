@@ -92,3 +92,31 @@ def test_directories_of_ranks_become_the_file_of_save_pretrained(name: str, layo
     args = {"swiglu": True, "num_layers": 4}
     logits = layout != "pp2_vpp2_ep2_local"
     merge_and_compare(model, to_megatron, tmp_path, args=args, padded_vocab_size=48, logits=logits, **settings)
+
+
+ALIKE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Models whose layers all have experts: only those can be stacked."""
+
+DISTRIBUTED: dict[str, dict[str, Any]] = {
+    "stacked_tp2_pp2": {"tp": 2, "pp": 2, "homogeneous": True},
+    "layers_tp2_etp1": {"tp": 2, "etp": 1, "homogeneous": False},
+    "singleton_pp2": {"pp": 2, "singleton": True, "homogeneous": False},
+    "local_layers_tp2": {"tp": 2, "te": False, "homogeneous": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, id=f"{name}-{layout}")
+        for number, name in enumerate(MODELS)
+        for place, layout in enumerate(DISTRIBUTED)
+        if (name in ALIKE if place == 0 else place == 1 or number % 2 == place % 2)
+    ],
+)
+def test_distributed_checkpoints_become_the_file_of_save_pretrained(name: str, layout: str, tmp_path: Path) -> None:
+    model, to_megatron = build(name)
+    settings = dict(DISTRIBUTED[layout])
+    if name == "olmoe":
+        settings |= {"tp": 1, "etp": 1}
+    merge_and_compare(model, to_megatron, tmp_path, write="torch_dist", args={"swiglu": True}, logits=False, **settings)

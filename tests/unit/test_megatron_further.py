@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 
 from megatron.checking import assert_same, random_model, read_model  # noqa: E402
 from megatron.from_hf import deepseek  # noqa: E402
-from megatron.writer import write_legacy  # noqa: E402
+from megatron.writer import write_legacy, write_torch_dist  # noqa: E402
 from unshard.cli import main  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -62,6 +62,14 @@ def test_layers_of_further_tokens_follow_those_of_the_decoder(model_type: str, t
     full = deepseek.to_megatron(state, config)
     assert "mtp.layers.1.transformer_layer.mlp.experts.local_experts.3.linear_fc1.weight" in full
     write_legacy(tmp_path / "checkpoint", full, tp=2, pp=2, ep=2, etp=1, args=ARGS)
+    assert_same(merge(tmp_path / "checkpoint", tmp_path / "config", tmp_path / "output"), state)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_layers_of_further_tokens_in_a_distributed_checkpoint(model_type: str, tmp_path: Path) -> None:
+    state, config = make_model(model_type, tmp_path / "config")
+    full = deepseek.to_megatron(state, config)
+    write_torch_dist(tmp_path / "checkpoint", full, tp=2, homogeneous=False, args=ARGS)
     assert_same(merge(tmp_path / "checkpoint", tmp_path / "config", tmp_path / "output"), state)
 
 
