@@ -79,6 +79,8 @@ def cut_of(name: str, full: Full, dims: Mapping[str, int] | None = None) -> Cut 
 
 
 def _dim(name: str, dims: Mapping[str, int]) -> int | None:
+    if name.startswith("vision_tower."):  # a module of transformers
+        return None
     for end, dim in dims.items():
         if name.endswith(end):
             return dim

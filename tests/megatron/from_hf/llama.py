@@ -35,10 +35,8 @@ def outer(state: State) -> State:
 
 def attention(state: State, config: Any, hf: str, meg: str) -> State:
     """Norm, projections and, where there are any, q/k norms of one layer's attention."""
-    full = {
-        f"{meg}input_layernorm.weight": state[f"{hf}input_layernorm.weight"],
-        f"{meg}self_attention.linear_proj.weight": state[f"{hf}self_attn.o_proj.weight"],
-    }
+    full = {f"{meg}input_layernorm.weight": state[f"{hf}input_layernorm.weight"]}
+    full |= linear(state, f"{hf}self_attn.o_proj", f"{meg}self_attention.linear_proj")
     for kind in ("weight", "bias"):
         if f"{hf}self_attn.q_proj.{kind}" in state:
             parts = [state[f"{hf}self_attn.{part}_proj.{kind}"] for part in "qkv"]
@@ -55,9 +53,16 @@ def group_qkv(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
     return torch.cat(by_group, 1).flatten(0, 1)
 
 
+def linear(state: State, hf: str, meg: str) -> State:
+    """A layer's weight and, where there is one, its bias."""
+    return {f"{meg}.{kind}": state[f"{hf}.{kind}"] for kind in ("weight", "bias") if f"{hf}.{kind}" in state}
+
+
 def gated_mlp(state: State, hf: str, meg: str) -> State:
     """A SwiGLU MLP: gate above up."""
-    return {
-        f"{meg}linear_fc1.weight": torch.cat([state[f"{hf}gate_proj.weight"], state[f"{hf}up_proj.weight"]]),
-        f"{meg}linear_fc2.weight": state[f"{hf}down_proj.weight"],
-    }
+    full = linear(state, f"{hf}down_proj", f"{meg}linear_fc2")
+    for kind in ("weight", "bias"):
+        if f"{hf}gate_proj.{kind}" in state:
+            halves = [state[f"{hf}gate_proj.{kind}"], state[f"{hf}up_proj.{kind}"]]
+            full[f"{meg}linear_fc1.{kind}"] = torch.cat(halves)
+    return full

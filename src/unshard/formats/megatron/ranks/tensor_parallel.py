@@ -71,7 +71,8 @@ def cut_of(name: str, shape: Shape, near: Neighbours) -> Cut | None:
 def _is_huggingface_tower(name: str, names: Mapping[str, Shape]) -> bool:
     """Whether a tensor belongs to a vision tower of transformers, whole on each rank, as Megatron-Bridge has some."""
     tower = re.match(r"(?:.*\.)?(?:visual|vision_model|vision_tower)\.", name)
-    return tower is not None and any(other.startswith(f"{tower[0]}blocks.") for other in names)
+    own = ("blocks.", "embeddings.")
+    return tower is not None and any(other.startswith(tuple([tower[0] + part for part in own])) for other in names)
 
 
 def _first_layer(name: str, shape: Shape, near: Neighbours) -> Cut | None:
@@ -199,7 +200,7 @@ _ENTRIES: tuple[tuple[str, Cut | Teller], ...] = (
     (r"linear_fc1\.(?:weight|bias)", _first_layer),
     (r"(?:linear_proj|linear_fc2|out_proj)\.weight", ROWS),
     (r"(?:linear_proj|linear_fc2|out_proj)\.bias", REPLICATED),
-    (r"eh_proj\.(?:weight|bias)", COLUMNS),
+    (r"(?:eh_proj|multi_modal_projector\.proj)\.(?:weight|bias)", COLUMNS),
     (r"softmax_offset", COLUMNS),
     (r"(?:in_proj|conv1d)\.(?:weight|bias)", _sections),
     (r"A_log|dt_bias|mixer\.D|mixer\.norm\.weight", COLUMNS),
