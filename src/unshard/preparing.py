@@ -9,15 +9,18 @@ from pathlib import Path
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import ModelError, UsageError, raise_all
+from unshard.formats.huggingface.assets import is_tokenizer_file
 from unshard.formats.huggingface.target import lay_out
 from unshard.mapping import read_map
 from unshard.model import Model
+from unshard.model_config import class_name
 from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
 from unshard.plan.moves import Plan
 from unshard.target import Target
 from unshard.tensors import Computed, Value
+from unshard.words import items_in_lines
 from unshard.wrappers import strip_all
 
 
@@ -53,7 +56,8 @@ def prepare(source: Path, options: MergeOptions) -> Preparation:
 
 def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
     """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong."""
-    checkpoint, computed = translate(checkpoint, options)
+    stored, (checkpoint, computed) = checkpoint, translate(checkpoint, options)
+    in_file = checkpoint.dialect != stored.dialect
     split = split_adapters(checkpoint, options)
     problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
@@ -67,7 +71,9 @@ def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
     if options.adapter_only and not split.adapters:
         problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
     reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
-    model = families.name_model(base, checkpoint.config, options, reference) if base else Model({})
+    model = Model({})
+    if base:
+        model = families.name_model(base, checkpoint.config, options, reference, in_file=in_file)
     raise_all([*problems, *model.problems])
     target = lay_out(model, checkpoint, options, written)
     return Decision(checkpoint, model, target, (*notes, *target.notes))
@@ -81,10 +87,8 @@ def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
     if checkpoint.dialect == "huggingface" or options.weights_only or options.names == "stored":
         return checkpoint, {}
     if checkpoint.config is None:
-        raise ModelError(
-            "there is no config.json, so that nothing tells which model this is",
-            hint="give the model's own with --config DIR, or write Megatron's names with --weights-only",
-        )
+        checkpoint = derive_config(checkpoint)
+    assert checkpoint.config is not None
     rules = read_map(options.map).rules if options.map else ()
     translation = families.translate(checkpoint, checkpoint.config, rules)
     raise_all(translation.problems)
@@ -96,3 +100,20 @@ def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Sp
     """The base model and the adapters; without adapters, the base model is the checkpoint as it is stored."""
     split = adapters.split(checkpoint, strip_all(checkpoint.tensors), options)
     return split if split.adapters or split.problems else replace(split, base=checkpoint.tensors)
+
+
+def derive_config(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with a config.json made of what training recorded. Raises ModelError where that does not do."""
+    derived = families.derive_config(checkpoint.facts, checkpoint.tensors)
+    if derived.config is None:
+        raise ModelError(
+            "there is no config.json, and none can be derived, for nothing tells:\n" + items_in_lines(derived.missing),
+            hint="give the model's own with --config DIR, or write Megatron's names with --weights-only",
+        )
+    notes = [
+        Note(f"there was no config.json: one for {class_name(derived.config)} was derived from training's arguments")
+    ]
+    notes += [Note(f"config.json: {assumption}", level="warning") for assumption in derived.assumptions]
+    if not any(is_tokenizer_file(asset.path) for asset in checkpoint.assets):
+        notes.append(Note("no tokenizer lies beside the checkpoint: give one with --tokenizer DIR", level="warning"))
+    return replace(checkpoint, config=derived.config, notes=(*checkpoint.notes, *notes))

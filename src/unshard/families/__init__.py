@@ -68,20 +68,28 @@ def translate(checkpoint: Checkpoint, config: Mapping[str, Any], rules: Sequence
     return megatron.translate(checkpoint, config, FAMILIES.get(str(config.get("model_type"))), rules)
 
 
+def derive_config(facts: Mapping[str, Any], tensors: Mapping[str, Value]) -> megatron.Derived:
+    """A config.json for a model in Megatron's dialect that has none, from what training recorded and the shapes."""
+    return megatron.derive_config(facts, tensors)
+
+
 def name_model(
     tensors: Mapping[str, Value],
     config: Mapping[str, Any] | None,
     options: MergeOptions,
     reference: Checkpoint | None = None,
+    *,
+    in_file: bool = False,
 ) -> Model:
     """The model that comes out: stored tensors under the names that `options.names` asks for.
 
     config:    the parsed config.json that belongs to the checkpoint, if any.
     reference: the catalog of the model whose names and files are followed, where `options.names` is a directory.
+    in_file:   the names are those of the Hugging Face file already: translated, not those of a running model.
 
     Nothing is raised for what is wrong with the checkpoint: all of it is in `Model.problems`.
     """
-    return name_tensors(tensors, config, options, reference, FAMILIES)
+    return name_tensors(tensors, config, options, reference, FAMILIES, in_file=in_file)
 
 
 def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:

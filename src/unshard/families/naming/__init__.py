@@ -22,6 +22,8 @@ def name_tensors(
     options: MergeOptions,
     reference: Checkpoint | None,
     families: Mapping[str, Family],
+    *,
+    in_file: bool,
 ) -> Model:
     """See `families.name_model`."""
     draft = Draft.of(tensors)
@@ -43,5 +45,5 @@ def name_tensors(
     elif options.names != "hub" and reference is None:
         draft.problems.append(UsageError(f"no reference model was found at {options.names}"))
     else:
-        Namer(draft, config, options, families).run(reference)
+        Namer(draft, config, options, families, in_file=in_file).run(reference)
     return draft.finish()

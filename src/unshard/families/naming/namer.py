@@ -33,12 +33,20 @@ class Namer:
     """One run over a draft.
 
     `family` describes the model type, if any does; `base` are the shapes of its base model in the file, None where the
-    config does not tell them (which is a problem then) or nothing describes the type.
+    config does not tell them (which is a problem then) or nothing describes the type. `in_file`: the names are those of
+    the file already.
     """
 
     def __init__(
-        self, draft: Draft, config: Mapping[str, Any], options: MergeOptions, families: Mapping[str, Family]
+        self,
+        draft: Draft,
+        config: Mapping[str, Any],
+        options: MergeOptions,
+        families: Mapping[str, Family],
+        *,
+        in_file: bool,
     ) -> None:
+        self.in_file = in_file
         self.draft = draft
         self.config = config
         self.options = options
@@ -114,7 +122,7 @@ class Namer:
 
     def _rename(self, architecture: Architecture | None) -> Rewritten:
         sizes = architecture.sizes if architecture else Sizes(self.config, given=self.given)
-        rewritten = split(self.draft.tensors, self.rules, sizes)
+        rewritten = split(self.draft.tensors, () if self.in_file else self.rules, sizes)
         changed = tuple([name for name, origins in rewritten.origins.items() if origins != (name,)])
         if changed:
             self.draft.note("names of the running model became those of the file that save_pretrained writes", changed)
