@@ -10,7 +10,7 @@ from pathlib import Path, PureWindowsPath
 from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError, command_line
 from unshard.formats.dcp.metadata import Metadata, TensorEntry, read_metadata
 from unshard.tensors import SourceFile
-from unshard.words import names_in_words, ranks_in_words
+from unshard.words import names_in_words, ranks_in_words, shorten
 
 METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
@@ -43,12 +43,14 @@ class Directory:
         Raises FormatError for names that lead out of the directory.
         """
         if not name or "\0" in name or PureWindowsPath(name).anchor or ".." in re.split(r"[/\\]", name):
-            raise FormatError(f"{self.folders[0].file(METADATA)}: names a file outside of the directory: {name!r}")
-        for folder in self.folders:
-            path = folder.path / name
-            if path.exists():
-                return path, folder.file(name)
-        return None
+            raise FormatError(
+                f"{self.folders[0].file(METADATA)}: names a file outside of the directory: {shorten(name, 200)!r}"
+            )
+        try:
+            there = [folder for folder in self.folders if (folder.path / name).exists()]
+        except OSError as error:
+            raise FormatError(f"{shorten(name, 200)}: cannot be looked for: {error.strerror}") from error
+        return (there[0].path / name, there[0].file(name)) if there else None
 
     def usual(self, name: str) -> tuple[Path, SourceFile]:
         """The same for a file that is missing: where it should be."""

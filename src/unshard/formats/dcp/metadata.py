@@ -8,7 +8,7 @@ moved between releases, and Megatron-Core has had a subclass of the root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeGuard
 from unshard.dtypes import DType
 from unshard.errors import FormatError
 from unshard.formats.torch_file.builder import RecordBuilder
-from unshard.formats.torch_file.limits import MIB, Limits
+from unshard.formats.torch_file.limits import DEFAULT_LIMITS, MIB, Limits
 from unshard.formats.torch_file.machine import Budget
 from unshard.formats.torch_file.records import Global, Opaque
 from unshard.formats.torch_file.slices import open_slice
@@ -25,10 +25,15 @@ from unshard.formats.torch_file.storages import Storages
 from unshard.formats.torch_file.unpickler import unpickle
 from unshard.tensors import Box, SourceFile
 
-LIMITS = Limits(pickle_bytes=512 * MIB, operations=200_000_000, objects=120_000_000)
-"""Of one metadata file. A piece takes about 150 bytes of pickle, 60 operations and 90 units of `objects`."""
+MOST_BYTES = 256 * MIB
+"""Of one metadata file. A piece takes 150 to 300: a model of 60,000 pieces and its optimizer has about 50 MB."""
+
+BYTES_PER_PIECE = 16
+"""Less than any piece takes in the pickle: nobody can make a short list of pieces work for many tensors."""
 
 LARGEST = (1 << 63) - 1
+MOST_STEPS = 64
+"""Of a path in the nested state dict, or of what was done to an item's bytes."""
 TORCH_KEYS = frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"})
 PLANS = "all_local_plans"
 """What Megatron-Core adds for its next save: once more what the metadata say, by rank."""
@@ -98,26 +103,34 @@ def read_metadata(path: Path, file: SourceFile, wanted: Callable[[str], bool]) -
     """Read one metadata file. FormatError, which names it, where it is damaged or hostile."""
     try:
         with open_slice(path) as source:
-            if source.size > LIMITS.pickle_bytes:
-                raise FormatError(f"has {source.size:,} bytes; at most {LIMITS.pickle_bytes:,} are read")
+            if source.size > MOST_BYTES:
+                raise FormatError(f"has {source.size:,} bytes; at most {MOST_BYTES:,} are read")
             data = source.read(0, source.size)
-        budget = Budget(LIMITS)
-        builder = RecordBuilder(Storages(file, NoStorages()), budget, LIMITS)
-        root, end = unpickle(data, builder, budget, LIMITS)
-        if end != len(data):
-            raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
-        return _decode(root, wanted)
+        return _decode(_unpickle(data, file), wanted, len(data))
     except FormatError as error:
         hint = error.hint or "copy the file again, or take an earlier checkpoint"
         raise FormatError(f"{file}: {error.message}", hint=hint) from error.__cause__
 
 
-def _decode(root: Any, wanted: Callable[[str], bool]) -> Metadata:
+def _unpickle(data: bytes, file: SourceFile) -> Any:
+    """The object, within limits that grow with the pickle: torch's metadata build 0.4 to 0.65 `objects` per byte."""
+    limits = Limits(operations=len(data) + 1, objects=100_000 + len(data) * 3 // 4)
+    budget = Budget(limits)
+    builder = RecordBuilder(Storages(file, NoStorages()), budget, limits)
+    root, end = unpickle(data, builder, budget, limits)
+    if end != len(data):
+        raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
+    return root
+
+
+def _decode(root: Any, wanted: Callable[[str], bool], size: int) -> Metadata:
+    """The content of the root object of a pickle of `size` bytes."""
     entries = root.get("state_dict_metadata") if isinstance(root, Opaque) else None
     if not isinstance(entries, dict):
         raise FormatError("not the metadata of torch.distributed.checkpoint")
     places = _places(root.get("storage_data"))
     found = Metadata(files={place.path for place in places.values()})
+    pieces_left = size // BYTES_PER_PIECE
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise FormatError("an entry has a name that is no text")
@@ -127,6 +140,10 @@ def _decode(root: Any, wanted: Callable[[str], bool]) -> Metadata:
         elif kind != "TensorStorageMetadata":
             raise FormatError(f"`{name}` is of a kind that we do not know: {kind}")
         elif wanted(name):
+            chunks = entry.get("chunks")
+            pieces_left -= len(chunks) if isinstance(chunks, list) else 0
+            if pieces_left < 0:
+                raise FormatError("its tensors have more pieces than it has room for: many share one list of them")
             found.tensors[name] = _tensor(name, entry, places)
         else:
             found.skipped.add(name)
@@ -176,19 +193,22 @@ def _place(info: Any) -> Place:
     raise FormatError("a chunk was written to a place that torch never writes")
 
 
-def _paths(found: Any) -> Iterable[tuple[str, Steps]]:
+def _paths(found: Any) -> Iterator[tuple[str, Steps]]:
     """`planner_data`, if it has the form that torch's own planners give it."""
     for name, steps in found.items() if isinstance(found, dict) else ():
-        if isinstance(name, str) and isinstance(steps, tuple) and all(type(step) in (str, int) for step in steps):
+        is_path = isinstance(steps, tuple) and len(steps) <= MOST_STEPS
+        if is_path and isinstance(name, str) and all(type(step) in (str, int) for step in steps):
             yield name, steps
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    return (
+        isinstance(value, (list, tuple)) and len(value) <= MOST_STEPS and all(isinstance(item, str) for item in value)
+    )
 
 
 def _are_counts(value: Any) -> TypeGuard[tuple[int, ...]]:
     """Whether this is a shape, or offsets: a short tuple of integers that are not negative."""
-    if not isinstance(value, tuple) or len(value) > LIMITS.dimensions:
+    if not isinstance(value, tuple) or len(value) > DEFAULT_LIMITS.dimensions:
         return False
     return all(type(item) is int and 0 <= item <= LARGEST for item in value)

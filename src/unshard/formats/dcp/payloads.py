@@ -22,12 +22,19 @@ from unshard.formats.dcp.metadata import Place
 from unshard.formats.dcp.transforms import refuse_transforms
 from unshard.formats.safetensors_file import SafetensorsFile, read_header
 from unshard.formats.state_dict import read_whole, what_it_is
-from unshard.formats.torch_file import StoredTensor, UnsupportedTensor, read_torch_file
+from unshard.formats.torch_file import Limits, StoredTensor, UnsupportedTensor, read_torch_file
 from unshard.formats.torch_file.slices import FileSlice
 from unshard.tensors import Box, Chunk, Extent, SourceFile
 
-LONGEST_HEAD = 1 << 16
-"""Bytes. Heads have 400 to 1,100; with a `.storage_alignment` of pages, as much as two of these."""
+ITEM_LIMITS = Limits(pickle_bytes=1 << 16, directory_bytes=1 << 16, operations=10_000, objects=10_000)
+"""Of an item with one tensor. Torch writes about 300 bytes of pickle, and 400 of directory."""
+
+LONGEST_HEAD = 1 << 14
+"""Bytes. Heads have 400 to 1,100; with a `.storage_alignment` of pages, a few of these."""
+
+MOST_HEADS, MOST_HEAD_SIZES = 4096, 8
+"""How many heads are remembered, and of how many sizes among items of one length."""
+
 SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -60,11 +67,11 @@ class Request:
 
 @dataclass(slots=True)
 class PayloadFinder:
-    """Finds tensors in one open file after the other, and remembers what heads look like."""
+    """Finds tensors in one file after the other. Remembers heads, and the safetensors header of the last file."""
 
     _known: dict[tuple[int, bytes], Stored] = field(default_factory=dict)
     _head_sizes: dict[int, set[int]] = field(default_factory=dict)
-    _headers: dict[tuple[SourceFile, int], SafetensorsFile] = field(default_factory=dict)
+    _header: tuple[SourceFile, int, SafetensorsFile] | None = None
 
     def find(self, file: DataFile, request: Request) -> Stored:
         """The tensor that a piece was written as. FormatError where there is none to be read."""
@@ -79,23 +86,24 @@ class PayloadFinder:
         return self._read_archive(file, place) if head.startswith(b"PK") else self._read_safetensors(file, request)
 
     def _read_archive(self, file: DataFile, place: Place) -> Stored:
-        tensor = read_torch_file(file.path, file.name, start=place.offset, length=place.length).root
+        tensor = read_torch_file(file.path, file.name, start=place.offset, length=place.length, limits=ITEM_LIMITS).root
         if not isinstance(tensor, StoredTensor):
             what = tensor.reason if isinstance(tensor, UnsupportedTensor) else f"is {what_it_is(tensor)}"
             raise FormatError(f"{file.name}: the tensor at byte {place.offset:,} {what}")
         stored = Stored(tensor.dtype, tensor.shape, _only_extent(read_whole(tensor, None)))
-        head_size = tensor.storage.offset - place.offset
-        if head_size <= LONGEST_HEAD:
-            self._head_sizes.setdefault(place.length, set()).add(head_size)
+        self._remember(file, place, tensor.storage.offset - place.offset, stored)
+        return stored
+
+    def _remember(self, file: DataFile, place: Place, head_size: int, stored: Stored) -> None:
+        sizes = self._head_sizes.setdefault(place.length, set())
+        if head_size <= LONGEST_HEAD and len(self._known) < MOST_HEADS and len(sizes) < MOST_HEAD_SIZES:
+            sizes.add(head_size)
             head = file.source.read(place.offset, head_size)
             self._known[place.length, head] = _moved(stored, file.name, -place.offset)
-        return stored
 
     def _read_safetensors(self, file: DataFile, request: Request) -> Stored:
         name, place = request.name, request.place
-        header = self._headers.get((file.name, place.offset))
-        if header is None:
-            header = self._headers[file.name, place.offset] = read_header(file.path, file.name, place.offset)
+        header = self._safetensors(file, place.offset)
         tensor = header.tensors.get(name)
         if tensor is None or _saved_offsets(header.metadata, name) != list(request.box.offsets):
             raise FormatError(f"{file.name}: no piece of `{name}` at {list(request.box.offsets)} is in its safetensors")
@@ -103,6 +111,16 @@ class PayloadFinder:
             sizes = f"{tensor.size_in_bytes:,} bytes in the file and {place.length:,} in the metadata"
             raise FormatError(f"{file.name}: `{name}` has {sizes}")
         return Stored(tensor.dtype, tensor.shape, _only_extent(tensor.chunks))
+
+    def _safetensors(self, file: DataFile, start: int) -> SafetensorsFile:
+        """The header of the only safetensors file within a file."""
+        if self._header is None or self._header[0] != file.name:
+            self._header = file.name, start, read_header(file.path, file.name, start)
+        if self._header[1] != start:
+            raise FormatError(
+                f"{file.name}: two safetensors files are said to begin in it, at {self._header[1]:,} and {start:,}"
+            )
+        return self._header[2]
 
 
 def _moved(stored: Stored, file: SourceFile, by: int) -> Stored:

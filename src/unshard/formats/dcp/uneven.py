@@ -9,11 +9,15 @@ exactly what is recorded and the other exactly the size that is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 from unshard.tensors import Box
+
+LARGEST_WORLD, LARGEST_TP = 1 << 16, 64
+"""Ranks, and ranks that share a layer. Where there are more, nothing is settled."""
 
 Run: TypeAlias = tuple[int, int]
 """A start and a length along an axis."""
@@ -48,11 +52,12 @@ def _is_whole_but(axis: int, shape: tuple[int, ...], piece: Written) -> bool:
     )
 
 
-def _meshes(world: int) -> Iterator[tuple[int, int]]:
+@cache
+def _meshes(world: int) -> tuple[tuple[int, int], ...]:
     """The meshes (fsdp, tp) of a world, or of the replicas into which it falls."""
-    for ranks in range(4, world + 1):
-        if world % ranks == 0:
-            yield from ((ranks // tp, tp) for tp in range(2, ranks // 2 + 1) if ranks % tp == 0)
+    ranks = [count for count in range(4, min(world, LARGEST_WORLD) + 1) if world % count == 0]
+    columns = range(2, LARGEST_TP + 1)
+    return tuple([(count // tp, tp) for count in ranks for tp in columns if count % tp == 0 and count > tp])
 
 
 def _explain(axis: int, length: int, pieces: Sequence[Written], fsdp: int, tp: int) -> list[Box] | None:

@@ -59,10 +59,11 @@ class Builder(Protocol):
 class Machine:
     """The state of one run over the pickle `data`.
 
-    `stack` holds the values, `marks` the stack heights at which MARK stood, `memo` what PUT remembered.
+    `stack` holds the values, `marks` the stack heights at which MARK stood. `memo` is what PUT remembered: picklers
+    count its places up from 0, so that a list holds them; what a pickle puts at other places is in `scattered`.
     """
 
-    __slots__ = ("_tuple_keys", "budget", "builder", "data", "limits", "marks", "memo", "stack")
+    __slots__ = ("_tuple_keys", "budget", "builder", "data", "limits", "marks", "memo", "scattered", "stack")
 
     def __init__(self, data: bytes, builder: Builder, budget: Budget, limits: Limits) -> None:
         self.data = data
@@ -71,7 +72,8 @@ class Machine:
         self.limits = limits
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        self.scattered: dict[int, Any] = {}
         self._tuple_keys = 0
 
     def push(self, value: Any) -> None:
@@ -115,7 +117,19 @@ class Machine:
     def remember(self, index: int) -> None:
         """Put the top of the stack into the memo."""
         self.budget.spend(MEMO_COST)
-        self.memo[index] = self.stack[-1]
+        count = len(self.memo)
+        if index == count:
+            self.memo.append(self.stack[-1])
+            if self.scattered:
+                self.scattered.pop(index, None)
+        elif 0 <= index < count:
+            self.memo[index] = self.stack[-1]
+        else:
+            self.scattered[index] = self.stack[-1]
+
+    def recall(self, index: int) -> None:
+        """Push what the memo has at this place. LookupError where it has nothing."""
+        self.stack.append(self.memo[index] if 0 <= index < len(self.memo) else self.scattered[index])
 
     def append_to(self, target: Any, items: Sequence[Any]) -> None:
         """APPEND and APPENDS: only lists and records can be appended to."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from unshard.errors import FormatError
 from unshard.formats.torch_file.literals import UINT32, UINT64
-from unshard.formats.torch_file.machine import MEMO_COST, Machine, Operation, PickleEndsError
+from unshard.formats.torch_file.machine import Machine, Operation, PickleEndsError
 
 HIGHEST_PROTOCOL = 5
 STORAGE_COST = 8
@@ -53,13 +53,12 @@ def dup(machine: Machine, position: int) -> int:
 
 
 def binput(machine: Machine, position: int) -> int:
-    machine.memo[machine.data[position]] = machine.stack[-1]
+    machine.remember(machine.data[position])
     return position + 1
 
 
 def long_binput(machine: Machine, position: int) -> int:
-    machine.budget.spend(MEMO_COST)
-    machine.memo[UINT32(machine.data, position)[0]] = machine.stack[-1]
+    machine.remember(UINT32(machine.data, position)[0])
     return position + 4
 
 
@@ -70,23 +69,23 @@ def put(machine: Machine, position: int) -> int:
 
 
 def memoize(machine: Machine, position: int) -> int:
-    machine.remember(len(machine.memo))
+    machine.remember(len(machine.memo) + len(machine.scattered))
     return position
 
 
 def binget(machine: Machine, position: int) -> int:
-    machine.stack.append(machine.memo[machine.data[position]])
+    machine.recall(machine.data[position])
     return position + 1
 
 
 def long_binget(machine: Machine, position: int) -> int:
-    machine.stack.append(machine.memo[UINT32(machine.data, position)[0]])
+    machine.recall(UINT32(machine.data, position)[0])
     return position + 4
 
 
 def get(machine: Machine, position: int) -> int:
     index, position = machine.take_integer(position)
-    machine.stack.append(machine.memo[index])
+    machine.recall(index)
     return position
 
 
