@@ -67,6 +67,35 @@ def test_qwen3_next_whose_run_had_plain_norms(tmp_path: Path) -> None:
     merge_and_compare(model, to_megatron, tmp_path, args={"apply_layernorm_1p": False}, tp=2)
 
 
+@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
+def test_qwen3_next_with_a_layer_that_predicts_further_tokens(inner: str, tmp_path: Path) -> None:
+    """Which transformers does not have: the layer is a copy of a full attention layer, with other values."""
+    config = transformers.Qwen3NextConfig(**SMALL, **HYBRID, **SHARED)
+    random_model(config).save_pretrained(tmp_path / "truth")
+    state = read_model(tmp_path / "truth")
+    inside = {
+        f"mtp.layers.0.{name.removeprefix('model.layers.3.')}": value + 1
+        for name, value in state.items()
+        if name.startswith("model.layers.3.")
+    }
+    around = {
+        "eh_proj": ("mtp.fc.weight", torch.randn(48, 96)),
+        "enorm": ("mtp.pre_fc_norm_embedding.weight", torch.randn(48)),
+        "hnorm": ("mtp.pre_fc_norm_hidden.weight", torch.randn(48)),
+        "final_layernorm": ("mtp.norm.weight", torch.randn(48)),
+    }
+    as_third = {name.replace("mtp.layers.0.", "model.layers.3."): value for name, value in inside.items()}
+    full = qwen3_next.to_megatron(dict(state), config)
+    for name, value in qwen3_next.to_megatron(dict(state) | as_third, config).items():
+        if name.startswith("decoder.layers.3."):
+            full[f"mtp.layers.0.{inner}.{name.removeprefix('decoder.layers.3.')}"] = value
+    full |= {f"mtp.layers.0.{name}.weight": value for name, (_, value) in around.items()}
+    write_legacy(tmp_path / "checkpoint", full, tp=2, args=CENTRED)
+    typed = ["merge", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--config", str(tmp_path / "truth")]
+    assert main(typed) == 0
+    assert_same(read_model(tmp_path / "out"), state | inside | dict(around.values()))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_qwen3_5_text(layout: dict[str, Any], tied: bool, tmp_path: Path) -> None:
