@@ -15,7 +15,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 COMMITTED = Path(__file__).parent / "golden" / "cases"
@@ -26,11 +26,10 @@ LATER_FORMATS = {
     "hfdcp_": "safetensors shards by torch's HuggingFaceStorageWriter",
     "acc_": "accelerate's sharded state, which is a torch.distributed.checkpoint directory",
     "ds_": "DeepSpeed ZeRO partitions",
-    "mc_": "Megatron-Core",
 }
 """Kinds of the larger set, by the start of their names, that no format reads yet: their tests come with it."""
 
-FSDP_KINDS = ("fsdp1_", "fsdp2_", "tf4_")
+READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_")
 
 
 @dataclass(frozen=True)
@@ -98,17 +97,17 @@ def _committed(directory: Path) -> GoldenCase:
 
 
 def larger_cases() -> list[GoldenCase]:
-    """The FSDP cases of the larger set; none where there is no larger set."""
+    """The cases of the larger set that can be read; none where there is no larger set."""
     root = larger_set()
     if root is None:
         return []
     directories = sorted(path.parent for path in root.glob("cases/*/case.json"))
-    return [_larger(directory) for directory in directories if _is_fsdp(directory.name)]
+    return [_larger(directory) for directory in directories if _is_readable(directory.name)]
 
 
-def _is_fsdp(name: str) -> bool:
-    """Whether the case is one of FSDP; a kind that is neither FSDP nor known to come later must not go unseen."""
-    if name.startswith(FSDP_KINDS):
+def _is_readable(name: str) -> bool:
+    """Whether a format reads the case; a kind that is neither readable nor known to come later must not go unseen."""
+    if name.startswith(READABLE_KINDS):
         return True
     if name.startswith(tuple(LATER_FORMATS)):
         return False
@@ -116,8 +115,11 @@ def _is_fsdp(name: str) -> bool:
 
 
 def _larger(directory: Path) -> GoldenCase:
-    has_adapter = (directory / "truth_adapter").is_dir()
-    runs = adapter_runs(adapter_alone="loraonly" in directory.name) if has_adapter else (Run(),)
+    runs: tuple[Run, ...] = (Run(),)
+    if (directory / "truth_adapter").is_dir():
+        runs = adapter_runs(adapter_alone="loraonly" in directory.name)
+    if (directory / "hf").is_dir():
+        runs = tuple(replace(run, options=("--config", "{case}/hf", *run.options)) for run in runs)
     return GoldenCase(directory.name, directory, directory / "ckpt", runs)
 
 

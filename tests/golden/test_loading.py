@@ -18,6 +18,8 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+from megatron.from_hf import mimo  # noqa: E402
+
 pytestmark = pytest.mark.torch
 
 CASES = [*committed_cases(), *larger_cases()]
@@ -92,12 +94,15 @@ def _merge(case: GoldenCase, run: Run, place: Path) -> tuple[Path, Path]:
 def _load(directory: Path) -> Any:
     """Load with the class that the config names; every weight must be found, and none be left over.
 
-    A value head beside a language model is TRL's to load: to transformers it is unexpected, and so it must be there.
+    A value head beside a language model is TRL's to load, and layers behind the last predict further tokens: both are
+    unexpected to transformers, and must be there.
     """
-    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    kind = getattr(transformers, architecture, transformers.AutoModel)
+    config = json.loads((directory / "config.json").read_text())
+    architecture = config["architectures"][0]
+    kind = getattr(transformers, architecture, getattr(mimo, architecture, transformers.AutoModel))
     model, loading = kind.from_pretrained(directory, output_loading_info=True, dtype="auto", trust_remote_code=True)
-    left_over = {name for name in loading["unexpected_keys"] if not name.startswith("v_head.summary.")}
+    foreign = ("v_head.summary.", f"model.layers.{config.get('num_hidden_layers')}.")
+    left_over = {name for name in loading["unexpected_keys"] if not name.startswith(foreign)}
     assert (set(loading["missing_keys"]), left_over, set(loading["mismatched_keys"])) == (set(), set(), set())
     # The grouped kernel wants rows of whole 16 bytes, which such small experts do not have.
     model.set_experts_implementation("eager")

@@ -3,15 +3,13 @@
 They are written by torch, transformers and peft themselves, on gloo, each with the truth beside it; `case.json` records
 the versions. Runs by hand, takes about half a minute on two cores, needs `make test`'s packages; the cases of
 transformers 4 are written where that is installed (4.57.6, with peft 0.17.1).
+Megatron's are written by `python -m golden.make.megatron`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import importlib.metadata
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -22,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from golden.make.description import describe
 from golden.make.engines import shard, take_state
 from golden.make.layouts import LAYOUTS
 from golden.make.lora import add_adapter, save_truths
@@ -30,7 +29,6 @@ from golden.make.ranks import run_ranks
 from golden.make.table import CASES, DEMO, Case
 
 _ROOT = Path(__file__).parents[3]
-_TOP = ("name", "about", "source", "runs")
 _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
@@ -52,7 +50,7 @@ def main() -> None:
         if arguments.only in case.name and case.transformers == installed:
             if not arguments.describe:
                 write_case(case, arguments.out / case.name)
-            _describe(case, arguments.out / case.name)
+            describe(case, arguments.out / case.name, _PACKAGES)
             print(case.name, flush=True)
 
 
@@ -103,16 +101,6 @@ def _train_rank(rank: int, trained: nn.Module, model: PreTrainedModel, case: Cas
     """One rank's part: shard, and save what this rank holds. No step is taken: the values are the truth's."""
     state = take_state(shard(trained, case), case)
     LAYOUTS[case.layout](directory, rank, case, state, model)
-
-
-def _describe(case: Case, directory: Path) -> None:
-    """Write `case.json`: how the checkpoint was made, and what must come out of it."""
-    made = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case) if field.name not in _TOP}
-    facts = {name: getattr(case, name) for name in _TOP if name != "runs"}
-    facts["runs"] = [dataclasses.asdict(run) for run in case.all_runs()]
-    facts["made"] = made | {"lora": dataclasses.asdict(case.lora) if case.lora else None}
-    facts["versions"] = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    (directory / "case.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
