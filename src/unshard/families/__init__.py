@@ -1,44 +1,14 @@
-"""Model families: the names and shapes of their parameters, as data. One module per family, registered below."""
+"""Model families: the names and shapes of their parameters, as data. One module each, registered in `registry`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint, Shape
-from unshard.families import (
-    deepseek_v2,
-    deepseek_v3,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma3_text,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    kimi_k2,
-    llama,
-    megatron,
-    mimo,
-    ministral,
-    ministral3,
-    mistral,
-    mixtral,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen2_vl,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-)
 from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
+from unshard.families.registry import Families
 from unshard.families.rules import Rule
 from unshard.families.template import Family
 from unshard.model import Model
@@ -46,31 +16,31 @@ from unshard.model_config import is_tied
 from unshard.options import MergeOptions
 from unshard.tensors import Value
 
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family
-    for module in (
-        deepseek_v2, deepseek_v3, gemma, gemma2, gemma3, gemma3_text, glm4, glm4_moe, glm4_moe_lite, gpt_oss,
-        kimi_k2, llama, mimo, ministral, ministral3, mistral, mixtral, olmoe, phi3, qwen2, qwen2_5_vl, qwen2_moe,
-        qwen2_vl, qwen3, qwen3_5, qwen3_moe, qwen3_next, qwen3_vl,
-    )
-    for family in getattr(module, "FAMILIES", None) or (module.FAMILY,)
-}  # fmt: skip
+if TYPE_CHECKING:
+    from unshard.families.megatron.configuration import Derived
+    from unshard.families.megatron.translation import Translation
+
+FAMILIES: Mapping[str, Family] = Families()
 """By `model_type` of config.json."""
 
 
-def translate(checkpoint: Checkpoint, config: Mapping[str, Any], rules: Sequence[Rule] = ()) -> megatron.Translation:
+def translate(checkpoint: Checkpoint, config: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Translation:
     """The tensors of a checkpoint in another framework's dialect, under the names of the Hugging Face file.
 
     config: the parsed config.json of the model. rules: the user's own, asked before those of the model's family.
 
     Nothing is raised for what is wrong with the checkpoint: all of it is in `Translation.problems`.
     """
-    return megatron.translate(checkpoint, config, FAMILIES.get(str(config.get("model_type"))), rules)
+    from unshard.families.megatron.translation import translate as translate_megatron  # late: few merges need it
+
+    return translate_megatron(checkpoint, config, FAMILIES.get(str(config.get("model_type"))), rules)
 
 
-def derive_config(facts: Mapping[str, Any], tensors: Mapping[str, Value]) -> megatron.Derived:
+def derive_config(facts: Mapping[str, Any], tensors: Mapping[str, Value]) -> Derived:
     """A config.json for a model in Megatron's dialect that has none, from what training recorded and the shapes."""
-    return megatron.derive_config(facts, tensors)
+    from unshard.families.megatron import configuration  # late: few merges need it
+
+    return configuration.derive_config(facts, tensors)
 
 
 def name_model(
