@@ -82,7 +82,7 @@ def verify(
 def _make_options(given: dict[str, Any]) -> MergeOptions:
     """Keywords of `MergeOptions`, with strings where it has paths."""
     given = dict(given)
-    for name in ("config", "shapes_from"):
+    for name in ("config", "tokenizer", "map", "shapes_from"):
         if given.get(name) is not None:
             given[name] = Path(given[name])
     if "also" in given:

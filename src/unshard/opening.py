@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
 from unshard.model_files import CONFIG
 from unshard.options import MergeOptions
+from unshard.parallel import ARGUMENTS
 from unshard.shapes import ShapeTeller
 from unshard.tensors import SourceFile
 
@@ -28,9 +29,9 @@ TOKENIZER_ROOT = "tokenizer"
 def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoint:
     """The catalog of the checkpoint at or below `path`.
 
-    Of the options, `also`, `backend`, `config` and `shapes_from` matter here. Raises NotACheckpointError where nothing
-    readable lies, UsageError where `backend` names something else than what lies there, FormatError where files are
-    damaged beyond reading; what is missing or contradictory is in `Checkpoint.problems`.
+    Of the options, those that say where pieces lie and how they were made matter here. Raises NotACheckpointError where
+    nothing readable lies, UsageError where `backend` names something else than what lies there, FormatError where files
+    are damaged beyond reading; what is missing or contradictory is in `Checkpoint.problems`.
     """
     options = options or MergeOptions()
     found, place = locate(path, options.also)
@@ -40,15 +41,52 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
             f"`--backend {options.backend}` was given, but `{place}` holds {lies}",
             hint="leave `--backend` out: the format is detected",
         )
+    if options.parallel and "megatron" not in found.backends:
+        lies = found.detect(place) or found.name
+        raise UsageError(
+            f"`--parallel` tells how Megatron's ranks lie, but `{place}` holds {lies}", hint="leave `--parallel` out"
+        )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
-    shapes = ShapeTeller(reference, _given_config(options.config))
-    checkpoint = found.read(Source(place, options.also, shapes, shapes.unordered, _given_axes(options.map)))
-    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes))
+    config = _given_config(options.config)
+    shapes = ShapeTeller(reference, config)
+    axes, told = _given_axes(options.map), told_facts(options, config)
+    checkpoint = found.read(Source(place, options.also, shapes, shapes.unordered, axes, told))
+    problems = (*checkpoint.problems, *_contradictions(checkpoint, options))
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes), problems=problems)
     if place.resolve() != path.resolve():
         checkpoint = replace(checkpoint, notes=(Note(explain(path, place)), *checkpoint.notes))
     if options.config:
         checkpoint = _with_config(checkpoint, options.config)
     return _with_tokenizer(checkpoint, options.tokenizer) if options.tokenizer else checkpoint
+
+
+def told_facts(options: MergeOptions, config: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """What the user says of training, under Megatron-LM's argument names; of `config`, the number of heads."""
+    told = {ARGUMENTS[kind]: size for kind, size in options.parallel.items()}
+    heads = (config or {}).get("num_attention_heads") if options.attention_heads is None else options.attention_heads
+    if type(heads) is int:
+        told["num_attention_heads"] = heads
+    if options.key_value_heads is not None:
+        told |= {"num_query_groups": options.key_value_heads, "group_query_attention": True}
+    return told
+
+
+def _contradictions(checkpoint: Checkpoint, options: MergeOptions) -> Iterator[UnshardError]:
+    """A problem for each thing that the user says and training recorded otherwise."""
+    words = {
+        name: f"--parallel {kind}={options.parallel[kind]}"
+        for kind, name in ARGUMENTS.items()
+        if kind in options.parallel
+    }
+    words |= {"num_attention_heads": f"--num-attention-heads {options.attention_heads}"}
+    words |= {"num_query_groups": f"--num-key-value-heads {options.key_value_heads}"}
+    for name, told in told_facts(options).items():
+        recorded = checkpoint.facts.get(name)
+        if name in words and type(recorded) is int and recorded != told:
+            yield UsageError(
+                f"`{words[name]}` contradicts what training recorded: {name} is {recorded}",
+                hint=f"leave `{words[name].partition(' ')[0]}` out: the checkpoint tells",
+            )
 
 
 def _given_axes(file: Path | None) -> Mapping[str, int | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from unshard.errors import UsageError
+from unshard.parallel import check_sizes
 from unshard.settings import Settings
 
 Cast: TypeAlias = Literal["keep", "bf16", "fp16", "fp32"]
@@ -42,6 +44,7 @@ class MergeOptions:
     attention_heads, key_value_heads: used where no config tells; must agree with one that does.
     fuse_lora, adapter_only, lora_alpha: see the LoRA guide.
     shapes_from:    a reference model's directory whose parameter shapes unflatten FSDP1 flat parameters.
+    parallel:       sizes of Megatron's parallelism (`unshard.parallel`), where the checkpoint leaves them open.
     backend:        what the user says lies there (verl's word); it must agree with what does.
     settings:       how hard to work.
     """
@@ -66,12 +69,14 @@ class MergeOptions:
     adapter_only: bool = False
     lora_alpha: float | None = None
     shapes_from: Path | None = None
+    parallel: Mapping[str, int] = field(default_factory=dict)
     backend: str | None = None
     settings: Settings = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a word that is not among the choices."""
+        """Raise UsageError for words and sizes that mean nothing."""
         chosen = {"dtype": DTYPE_CHOICES, "container": CONTAINERS, "verify": VERIFY_MODES}
         for name, choices in chosen.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is {getattr(self, name)!r}, which is none of {', '.join(choices)}")
+        check_sizes(self.parallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
@@ -14,7 +15,7 @@ from unshard.formats.huggingface.target import lay_out
 from unshard.mapping import read_map
 from unshard.model import Model
 from unshard.model_config import class_name
-from unshard.opening import open_checkpoint, open_reference
+from unshard.opening import open_checkpoint, open_reference, told_facts
 from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
 from unshard.plan.moves import Plan
@@ -87,10 +88,10 @@ def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
     if checkpoint.dialect == "huggingface" or options.weights_only or options.names == "stored":
         return checkpoint, {}
     if checkpoint.config is None:
-        checkpoint = derive_config(checkpoint)
+        checkpoint = derive_config(checkpoint, options)
     assert checkpoint.config is not None
     rules = read_map(options.map).rules if options.map else ()
-    translation = families.translate(checkpoint, checkpoint.config, rules)
+    translation = families.translate(checkpoint, _add_heads(checkpoint.config, options), rules)
     raise_all(translation.problems)
     notes = (*checkpoint.notes, *translation.notes)
     return replace(checkpoint, tensors=translation.tensors, notes=notes, dialect="huggingface"), translation.computed
@@ -102,9 +103,18 @@ def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Sp
     return split if split.adapters or split.problems else replace(split, base=checkpoint.tensors)
 
 
-def derive_config(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with a config.json made of what training recorded. Raises ModelError where that does not do."""
-    derived = families.derive_config(checkpoint.facts, checkpoint.tensors)
+def _add_heads(config: Mapping[str, Any], options: MergeOptions) -> Mapping[str, Any]:
+    """The config with the numbers of heads that the user said and it does not have."""
+    said = {"num_attention_heads": options.attention_heads, "num_key_value_heads": options.key_value_heads}
+    return {**{key: heads for key, heads in said.items() if heads is not None}, **config}
+
+
+def derive_config(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
+    """The checkpoint with a config.json made of what training recorded, or the user said in its stead.
+
+    Raises ModelError where that does not do.
+    """
+    derived = families.derive_config({**told_facts(options), **checkpoint.facts}, checkpoint.tensors)
     if derived.config is None:
         raise ModelError(
             "there is no config.json, and none can be derived, for nothing tells:\n" + items_in_lines(derived.missing),

@@ -12,7 +12,10 @@ import unshard
 
 PACKAGE = Path(unshard.__file__).parent
 
-VALUES = {"checkpoint", "dtypes", "errors", "model", "model_files", "options", "settings", "target", "tensors", "words"}
+VALUES = {
+    "checkpoint", "dtypes", "errors", "model", "model_files", "options", "parallel", "settings", "target", "tensors",
+    "words",
+}  # fmt: skip
 """What travels along the road, and the words for it: every room may know these."""
 
 MAY_KNOW = {

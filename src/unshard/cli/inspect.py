@@ -22,7 +22,14 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
     from unshard.options import MergeOptions
     from unshard.report.catalog import catalog_to_json, print_catalog
 
-    wishes = MergeOptions(also=tuple(arguments.also), config=arguments.config, shapes_from=arguments.shapes_from)
+    wishes = MergeOptions(
+        also=tuple(arguments.also),
+        config=arguments.config,
+        tokenizer=arguments.tokenizer,
+        map=arguments.map,
+        shapes_from=arguments.shapes_from,
+        parallel=arguments.parallel,
+    )
     checkpoint = open_checkpoint(arguments.source, wishes)
     tensors, verbose = arguments.tensors or arguments.verbose, arguments.verbose
     printer.result(

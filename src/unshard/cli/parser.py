@@ -15,6 +15,7 @@ from rich_argparse import RawDescriptionRichHelpFormatter
 
 from unshard.errors import UsageError
 from unshard.options import CONTAINERS, DTYPE_CHOICES, VERIFY_MODES
+from unshard.parallel import ARGUMENTS, read_sizes
 from unshard.report.console import make_console
 from unshard.report.printers import write_out
 
@@ -50,6 +51,14 @@ def size(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"`{text}` is no size; write it like 5GB, 512MiB or 1000000")
     return value
+
+
+def parallel(text: str) -> dict[str, int]:
+    """Sizes of Megatron's parallelism: tp=2,pp=2."""
+    try:
+        return read_sizes(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def count(text: str) -> int:
@@ -224,6 +233,10 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shapes-from", type=path, metavar="DIR",
         help="a reference model whose parameter shapes unflatten FSDP1 flat parameters",
+    )  # fmt: skip
+    group.add_argument(
+        "--parallel", type=parallel, default={}, metavar="tp=N,…",
+        help=f"sizes of Megatron's parallelism ({', '.join(ARGUMENTS)}), where neither args nor names tell",
     )  # fmt: skip
 
 

@@ -25,6 +25,8 @@ class Source:
     axes:         pattern of a tensor's name (a regular expression for the whole of it) → the axis along which its
                   shards lie on tensor-parallel ranks, None where each has a replica: for layouts that do not store it,
                   and tensors that no table knows.
+    told:         what a person said of training, under Megatron-LM's argument names (`tensor_model_parallel_size`,
+                  `num_attention_heads`): it stands in for what the checkpoint does not record.
     """
 
     path: Path
@@ -32,12 +34,18 @@ class Source:
     known_shapes: KnownShapes = field(default=lambda _config: None)
     reference: Checkpoint | None = None
     axes: Mapping[str, int | None] = field(default_factory=dict)
+    told: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def roots(self) -> Mapping[str, Path]:
         """Root names for extents: `source` for the path itself (its parent, if it is a file), `also1`, `also2`, …"""
         first = self.path if self.path.is_dir() else self.path.parent
         return {"source": first} | {f"also{number}": path for number, path in enumerate(self.also, 1)}
+
+    def add_told(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """What was recorded, and what was told where nothing was."""
+        told = {name: value for name, value in self.told.items() if recorded.get(name) is None}
+        return {**recorded, **told}
 
 
 class Format(Protocol):

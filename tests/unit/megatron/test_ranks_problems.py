@@ -183,7 +183,7 @@ class TestContradictions:
         place = write(tmp_path, experts=(0,), tp=2, etp=2)
         edit_all(place, lambda state: setattr(state["args"], "expert_tensor_parallel_size", 1))
         assert any(
-            "args.moe_ffn_hidden_size is 16 and args.expert_tensor_parallel_size 1" in m for m in messages(place)
+            "args.moe_ffn_hidden_size is 16 and args.expert_tensor_parallel_size is 1" in m for m in messages(place)
         )
 
     def test_shards_of_different_shapes_and_types(self, tmp_path: Path) -> None:

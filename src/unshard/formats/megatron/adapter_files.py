@@ -56,7 +56,7 @@ class VerlAdapter:
         """The catalog of all ranks. Raises NotACheckpointError where there are none."""
         directory = source.path.absolute().parent if source.path.is_file() else source.path
         beside = look_beside(directory)
-        found = read_adapter_files(directory, beside.facts, source.axes)
+        found = read_adapter_files(directory, source.add_told(beside.facts), source.axes)
         checkpoint = Checkpoint(
             format=self.name,
             title=f"Megatron LoRA adapters, {len(_names(directory))} ranks",

@@ -148,7 +148,7 @@ def _add_adapters(checkpoint: Checkpoint, role: Role, source: Source) -> Checkpo
         text = f"`{DIRECTORY}` holds the adapters once more; those in `{_DIST}` were taken"
         return replace(checkpoint, notes=(*checkpoint.notes, Note(text)))
     try:
-        found = read_adapter_files(role.adapters, checkpoint.facts, source.axes)
+        found = read_adapter_files(role.adapters, source.add_told(checkpoint.facts), source.axes)
     except UnshardError as error:
         return replace(checkpoint, problems=(*checkpoint.problems, error))
     return replace(

@@ -16,18 +16,12 @@ from unshard.formats.megatron.distributed.common import COMMON_ITEM, read_common
 from unshard.formats.megatron.distributed.stored import Stored
 from unshard.formats.megatron.facts import read_facts
 from unshard.formats.megatron.names import Skipped, kind_without_weights
+from unshard.parallel import ARGUMENTS
 from unshard.words import ranges_in_words
 
 ROOT = "source"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\..*")
-_MESH = (
-    ("tp", "tensor_model_parallel_size"),
-    ("pp", "pipeline_model_parallel_size"),
-    ("vpp", "virtual_pipeline_model_parallel_size"),
-    ("ep", "expert_model_parallel_size"),
-    ("etp", "expert_tensor_parallel_size"),
-)
 _READ_ITEMS = frozenset({COMMON_ITEM, "args", "iteration"})
 
 
@@ -94,7 +88,7 @@ def _check_iteration(place: Path, common: Mapping[Any, Any]) -> Sequence[Unshard
 
 
 def _mesh(facts: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    sizes = [(axis, _count(facts.get(name))) for axis, name in _MESH]
+    sizes = [(axis, _count(facts.get(name))) for axis, name in ARGUMENTS.items()]
     return tuple([(axis, size) for axis, size in sizes if size is not None and size > 1])
 
 

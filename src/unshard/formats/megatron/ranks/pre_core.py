@@ -50,39 +50,39 @@ def core_name(name: str) -> str:
     return name
 
 
-def to_core(model: Mapping[str, Tensor], version: float, facts: Mapping[str, Any]) -> dict[str, Tensor]:
+def to_core(model: Mapping[str, Tensor], version: float, facts: Mapping[str, Any], ranks: int) -> dict[str, Tensor]:
     """A stage under megatron-core's names and layouts. Raises FormatError for rows of QKV that cannot be told apart.
 
-    Rows of QKV are [3, heads, size] in version 0, [heads, size, 3] in 1.0, and [heads, 3, size] from 2.0 on, which is
-    megatron-core's grouped layout.
+    ranks: how many tensor-parallel ones there are. Rows of QKV are [3, heads, size] in version 0, [heads, size, 3] in
+    1.0, and [heads, 3, size] from 2.0 on, which is megatron-core's grouped layout.
     """
     _refuse_forks(facts)
     core = {}
     for stored, tensor in model.items():
         name = core_name(stored)
-        core[name] = (_order_rows(tensor, version, facts) if _FUSED.fullmatch(name) else tensor).rename(name)
+        core[name] = (_order_rows(tensor, version, facts, ranks) if _FUSED.fullmatch(name) else tensor).rename(name)
     return core
 
 
-def _order_rows(tensor: Tensor, version: float, facts: Mapping[str, Any]) -> Tensor:
+def _order_rows(tensor: Tensor, version: float, facts: Mapping[str, Any], ranks: int) -> Tensor:
     """The shard of QKV of one tensor-parallel rank as [heads, 3, size]."""
     if version >= 2.0:
         return tensor
     if version not in (0.0, 1.0):
         raise FormatError(f"checkpoint_version {version:g} is none that Megatron-LM ever wrote")
-    heads, ranks = facts.get("num_attention_heads"), _parallel_size(facts)
+    heads = facts.get("num_attention_heads")
     if not isinstance(heads, int):
         raise FormatError(
-            f"checkpoint_version {version:g} keeps the rows of QKV by heads, and no args say how many heads there are",
-            hint="convert it with the Megatron-LM that wrote it (any that saves checkpoint_version 2 or later), or put "
-            "`args` with num_attention_heads and tensor_model_parallel_size into the files",
+            f"checkpoint_version {version:g} keeps the rows of QKV by heads, and neither args nor a config.json say "
+            "how many heads there are",
+            hint="say it with --num-attention-heads N, or give the config.json of the model with --config DIR",
         )
     rows, rest = (*tensor.shape, 0)[0], tensor.shape[1:]
     local, uneven = divmod(heads, ranks)
     if uneven or not local or rows % (3 * local):
         raise FormatError(
             f"`{tensor.name}` has {rows} rows per rank, which are no query, key and value of {heads} heads on {ranks} "
-            "tensor-parallel ranks, as args say",
+            "tensor-parallel ranks",
         )
     size = rows // 3 // local
     if version == 0.0:
@@ -90,12 +90,6 @@ def _order_rows(tensor: Tensor, version: float, facts: Mapping[str, Any]) -> Ten
     else:
         ordered = tensor.reshape((local, size, 3, *rest)).transpose((0, 2, 1, *range(3, 3 + len(rest))))
     return ordered.reshape(tensor.shape)
-
-
-def _parallel_size(facts: Mapping[str, Any]) -> int:
-    """The tensor-parallel size; `model_parallel_size` before there were others."""
-    sizes = [facts.get(name) for name in ("tensor_model_parallel_size", "model_parallel_size")]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _refuse_forks(facts: Mapping[str, Any]) -> None:

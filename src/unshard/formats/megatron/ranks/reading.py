@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Note, Shape
@@ -32,6 +32,7 @@ from unshard.formats.megatron.ranks.sizes import (
 )
 from unshard.formats.megatron.ranks.tensor_parallel import Neighbours
 from unshard.formats.megatron.sections import join_replicas
+from unshard.parallel import ARGUMENTS
 from unshard.tensors import Tensor
 from unshard.words import items_in_words, one_line
 
@@ -54,6 +55,7 @@ def read_ranks(source: Source, format_name: str) -> Checkpoint:
         raise_all(problems)
     beside = look_beside(found.places[0])
     own = _recorded(contents)
+    source = replace(source, told={**_heads(beside.surroundings.config), **source.told})
     reading = _Reading(source, contents, {**beside.facts, **own}, problems)
     tensors = reading.read()
     return beside.around(
@@ -91,6 +93,12 @@ def _recorded(contents: Sequence[RankContent]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
+def _heads(config: Mapping[str, Any] | None) -> Mapping[str, int]:
+    """The number of heads in a config.json beside the ranks, for what needs it and has no args."""
+    heads = (config or {}).get("num_attention_heads")
+    return {"num_attention_heads": heads} if type(heads) is int else {}
+
+
 def _notes(source: Source, found: RankSet, facts: Mapping[str, Any]) -> Iterator[Note]:
     if found.is_part:
         yield Note(f"{one_line(source.path.name)} is one of {len(found.directories)} ranks; all were read")
@@ -124,14 +132,23 @@ class _Held:
 
 @dataclass(slots=True)
 class _Reading:
-    """One reading: from the ranks' contents to full tensors."""
+    """One reading: from the ranks' contents to full tensors.
+
+    facts: what was recorded, and what was told where nothing was; `told` are the names of the latter.
+    """
 
     source: Source
     contents: Sequence[RankContent]
-    facts: Mapping[str, Any]
+    recorded: InitVar[Mapping[str, Any]]
     problems: list[UnshardError]
+    facts: Mapping[str, Any] = field(init=False)
+    told: Set[str] = field(init=False)
     joiner: Joiner = field(default_factory=lambda: Joiner(1, 1))
     mesh: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self, recorded: Mapping[str, Any]) -> None:
+        self.facts = self.source.add_told(recorded)
+        self.told = {name for name in self.source.told if recorded.get(name) is None}
 
     def read(self) -> Mapping[str, Tensor]:
         """The canonical tensors; what is wrong goes to `problems`."""
@@ -145,7 +162,7 @@ class _Reading:
             )
             return {}
         self.problems += check_one_run(self.contents)
-        sizes, places = settle_sizes(self.contents, self.facts, self.problems)
+        sizes, places = settle_sizes(self.contents, self.facts, self.problems, self.told)
         stages = self._stages(sizes, places)
         expert_tensor = self._settle_experts(sizes, places, stages)
         missing = missing_directories(sizes, places, expert_tensor)
@@ -153,7 +170,8 @@ class _Reading:
             self.problems.append(
                 IncompleteError(
                     f"ranks are missing: no {items_in_words(missing)}",
-                    hint="fetch these directories, or name the place where they are with --also DIR (node-local disks)",
+                    hint="fetch these directories, or name the place where they are with --also DIR (node-local disks)"
+                    + ("; or correct --parallel" if self.told & set(ARGUMENTS.values()) else ""),
                 )
             )
         self.mesh = sizes.mesh(expert_tensor or sizes.tensor)
@@ -174,7 +192,7 @@ class _Reading:
             for chunk, model in enumerate(content.models):
                 stage = chunk * sizes.pipeline + place.pipeline
                 try:
-                    core = to_core(model, content.version, self.facts) if is_pre_core(model) else model
+                    core = to_core(model, content.version, self.facts, sizes.tensor) if is_pre_core(model) else model
                 except FormatError as error:
                     refused.setdefault(error.message, error)
                     continue
@@ -209,7 +227,7 @@ class _Reading:
             return None
         second = [shape for name, shape in experts if name.endswith("linear_fc2.weight") and len(shape) == 2]
         columns = second[0][1] if second else 0
-        size = settle_expert_tensor(sizes, self.facts, places, columns, self.problems)
+        size = settle_expert_tensor(sizes, self.facts, places, columns, self.problems, self.told)
         self.problems += check_collisions(sizes, size)
         return size
 

@@ -9,7 +9,7 @@ processes of a pipeline stage twice: process r has tensor rank r % TP, expert te
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import lcm
@@ -18,8 +18,10 @@ from typing import Any
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.megatron.ranks.contents import RankContent
 from unshard.formats.megatron.ranks.local_experts import is_expert
-from unshard.words import items_in_words
+from unshard.parallel import ARGUMENTS
+from unshard.words import count_in_words, items_in_words
 
+_AS_IT_IS = "correct --parallel, or leave it out: names and files tell"
 _ONE_RUN = "files of different runs are mixed; bring together the files of one run"
 _MAX_RANKS = 1 << 16
 _COMPARED = (
@@ -87,12 +89,15 @@ def _by_value(contents: Sequence[RankContent], values: Sequence[Any]) -> dict[st
 
 
 def settle_sizes(
-    contents: Sequence[RankContent], facts: Mapping[str, Any], problems: list[UnshardError]
+    contents: Sequence[RankContent],
+    facts: Mapping[str, Any],
+    problems: list[UnshardError],
+    told: Collection[str] = (),
 ) -> tuple[Sizes, list[Coordinates]]:
     """The sizes, and the coordinates of each rank; what contradicts is added to `problems`.
 
     Args say; names must agree. A single further number in the names is told by args, else by what the ranks hold.
-    Raises FormatError for more ranks than can be.
+    `told`: names of facts that come from the user, not from args. Raises FormatError for more ranks than can be.
     """
     depths = {len(content.directory.numbers) for content in contents}
     if len(depths) > 1:
@@ -103,10 +108,10 @@ def settle_sizes(
     is_expert_number = _is_expert_number(contents, facts) if depths == {1} else False
     places = [_place(content, is_expert_number) for content in contents]
     sizes = Sizes(
-        _settle("tensor_model_parallel_size", facts, [place.tensor for place in places], problems),
-        _settle("pipeline_model_parallel_size", facts, [place.pipeline for place in places], problems),
-        _settle_chunks(contents, facts, problems),
-        _settle("expert_model_parallel_size", facts, [place.expert for place in places], problems),
+        _settle("tensor_model_parallel_size", facts, [place.tensor for place in places], problems, told),
+        _settle("pipeline_model_parallel_size", facts, [place.pipeline for place in places], problems, told),
+        _settle_chunks(contents, facts, problems, told),
+        _settle("expert_model_parallel_size", facts, [place.expert for place in places], problems, told),
     )
     _check_number(lcm(sizes.tensor, sizes.expert) * sizes.pipeline * sizes.virtual, sizes)
     return sizes, places
@@ -145,29 +150,46 @@ def _is_expert_number(contents: Sequence[RankContent], facts: Mapping[str, Any])
     return has_experts and len(dense) > 1 and all(shapes == dense[min(dense)] for shapes in dense.values())
 
 
-def _settle(name: str, facts: Mapping[str, Any], ranks: Sequence[int], problems: list[UnshardError]) -> int:
+def _claim(name: str, size: int, told: Collection[str]) -> str:
+    """A size with who says it: "args.tensor_model_parallel_size is 2", "--parallel says tp=2"."""
+    kind = next((kind for kind, argument in ARGUMENTS.items() if argument == name), name)
+    return f"--parallel says {kind}={size}" if name in told else f"args.{name} is {size}"
+
+
+def _settle(
+    name: str,
+    facts: Mapping[str, Any],
+    ranks: Sequence[int],
+    problems: list[UnshardError],
+    told: Collection[str],
+) -> int:
     """The number of ranks of a kind: as args say, else as many as the names count to."""
     named, said = max(ranks) + 1, _size(facts, name)
     if said is not None and named > said:
         problems.append(
             IncompleteError(
-                f"args.{name} is {said}, but the directories' names count to {named} such ranks", hint=_ONE_RUN
+                f"{_claim(name, said, told)}, but the directories' names count to {named} such ranks",
+                hint=_AS_IT_IS if name in told else _ONE_RUN,
             )
         )
     return max(named, said or 1)
 
 
-def _settle_chunks(contents: Sequence[RankContent], facts: Mapping[str, Any], problems: list[UnshardError]) -> int:
+def _settle_chunks(
+    contents: Sequence[RankContent], facts: Mapping[str, Any], problems: list[UnshardError], told: Collection[str]
+) -> int:
     counts = _by_value(contents, [len(content.models) for content in contents])
     if len(counts) > 1:
         listed = "; ".join([f"{count}: {_names(ranks)}" for count, ranks in counts.items()])
         problems.append(IncompleteError(f"the ranks hold different numbers of virtual stages: {listed}", hint=_ONE_RUN))
-    said, found = _size(facts, "virtual_pipeline_model_parallel_size"), max(len(content.models) for content in contents)
+    name = "virtual_pipeline_model_parallel_size"
+    said, found = _size(facts, name), max(len(content.models) for content in contents)
     if said is not None and said != found:
+        stages = count_in_words(found, "virtual stage")
         problems.append(
             IncompleteError(
-                f"args.virtual_pipeline_model_parallel_size is {said}, but the files hold {found} virtual stages",
-                hint=_ONE_RUN,
+                f"{_claim(name, said, told)}, but the files hold {stages}",
+                hint=_AS_IT_IS if name in told else _ONE_RUN,
             )
         )
     return found
@@ -179,6 +201,7 @@ def settle_expert_tensor(
     places: Sequence[Coordinates],
     columns: int | None,
     problems: list[UnshardError],
+    told: Collection[str] = (),
 ) -> int:
     """How many ranks share one expert.
 
@@ -188,26 +211,42 @@ def settle_expert_tensor(
     """
     if columns is None:
         return sizes.tensor
-    said, width = _size(facts, "expert_tensor_parallel_size"), _size(facts, "moe_ffn_hidden_size")
+    name = "expert_tensor_parallel_size"
+    said, width = _size(facts, name), _size(facts, "moe_ffn_hidden_size")
     shares = width // columns if width and columns and width % columns == 0 else None
     if said is not None and width is not None and shares != said:
         problems.append(
             IncompleteError(
-                f"args.moe_ffn_hidden_size is {width} and args.expert_tensor_parallel_size {said}, but each rank holds "
-                f"{columns} columns of an expert's linear_fc2",
-                hint=_ONE_RUN,
+                f"args.moe_ffn_hidden_size is {width} and {_claim(name, said, told)}, but each rank holds {columns} "
+                "columns of an expert's linear_fc2",
+                hint=_AS_IT_IS if name in told else _ONE_RUN,
             )
         )
+    there = {(place.tensor, place.expert) for place in places}
+    if said is not None and name in told:
+        problems += _check_pairs(sizes, said, there)
     if said is not None or shares is not None:
         size = said or shares or 1
         _check_number(lcm(sizes.tensor, size * sizes.expert), sizes)
         return size
-    there = {(place.tensor, place.expert) for place in places}
     if len(there) < sizes.tensor * sizes.expert:
         for size in [size for size in range(1, sizes.tensor) if sizes.tensor % size == 0]:
             if set(expert_tensor_ranks(sizes, size)) == there:
                 return size
     return sizes.tensor
+
+
+def _check_pairs(sizes: Sizes, expert_tensor: int, there: Collection[tuple[int, int]]) -> Iterable[UnshardError]:
+    """A problem where directories are there that no process would have written."""
+    _check_number(lcm(sizes.tensor, expert_tensor * sizes.expert), sizes)
+    expected = expert_tensor_ranks(sizes, expert_tensor)
+    others = [f"{tensor} and {expert}" for tensor, expert in sorted(there) if (tensor, expert) not in expected]
+    if others:
+        yield IncompleteError(
+            f"--parallel says etp={expert_tensor}, but then no process has the tensor and expert ranks "
+            f"{items_in_words(others)}, whose directories are there",
+            hint=_AS_IT_IS,
+        )
 
 
 @cache
