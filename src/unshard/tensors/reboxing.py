@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -74,7 +73,15 @@ def pick_axes(chunk: Chunk, places: Sequence[int]) -> Chunk:
     box, extent = chunk.box, chunk.extent
     picked = Box(tuple([box.offsets[place] for place in places]), tuple([box.sizes[place] for place in places]))
     strides = tuple([extent.strides[place] for place in places])
-    return Chunk(picked, replace(extent, strides=strides), chunk.rank)
+    return Chunk(picked, Extent(extent.file, extent.offset, strides, extent.dtype, extent.encoding), chunk.rank)
+
+
+def on_new_axis(chunk: Chunk, where: int, place: int) -> Chunk:
+    """The chunk at `place` of a grid axis that is put before the axis `where`."""
+    box, extent = chunk.box, chunk.extent
+    moved = Box((*box.offsets[:where], place, *box.offsets[where:]), (*box.sizes[:where], 1, *box.sizes[where:]))
+    strides = (*extent.strides[:where], 0, *extent.strides[where:])
+    return Chunk(moved, Extent(extent.file, extent.offset, strides, extent.dtype, extent.encoding), chunk.rank)
 
 
 def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, tuple[int, ...]]]) -> Iterator[Chunk]:
@@ -86,10 +93,12 @@ def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, t
                 (*box.offsets[:first], *part.offsets, *box.offsets[end:]),
                 (*box.sizes[:first], *part.sizes, *box.sizes[end:]),
             ),
-            replace(
-                extent,
-                offset=extent.offset + shift,
-                strides=(*extent.strides[:first], *strides, *extent.strides[end:]),
+            Extent(
+                extent.file,
+                extent.offset + shift,
+                (*extent.strides[:first], *strides, *extent.strides[end:]),
+                extent.dtype,
+                extent.encoding,
             ),
             chunk.rank,
         )

@@ -18,7 +18,15 @@ from typing import TypeAlias
 from unshard.dtypes import DType
 from unshard.tensors.box import Box
 from unshard.tensors.chunk import Chunk
-from unshard.tensors.reboxing import chunks_at, merge_axes, pick_axes, slice_chunk, split_axis, without_empty
+from unshard.tensors.reboxing import (
+    chunks_at,
+    merge_axes,
+    on_new_axis,
+    pick_axes,
+    slice_chunk,
+    split_axis,
+    without_empty,
+)
 
 Factors: TypeAlias = tuple[tuple[int, ...], ...]
 """Per public axis, the grid axes that it is the row-major product of."""
@@ -81,7 +89,7 @@ class Tensor(Shaped):
         return any(chunk.extent.dtype != self.dtype for chunk in self.chunks)
 
     def rename(self, name: str) -> Tensor:
-        return replace(self, name=name)
+        return Tensor(name, self.dtype, self.shape, self.chunks, self.factors)
 
     def cast(self, dtype: DType) -> Tensor:
         """The tensor in another floating-point type. Casts do not add up: a tensor is cast once, from what is stored.
@@ -284,13 +292,25 @@ def concat(tensors: Sequence[Tensor], axis: int = 0, *, name: str | None = None)
 
 
 def stack(tensors: Sequence[Tensor], axis: int = 0, *, name: str | None = None) -> Tensor:
-    """Tensors of one shape along a new axis."""
-    shape = tensors[0].shape
-    axis %= len(shape) + 1
-    return concat([t.reshape((*t.shape[:axis], 1, *t.shape[axis:])) for t in tensors], axis, name=name)
+    """Tensors of one shape along a new axis.
+
+    Raises ValueError where dtypes or shapes differ.
+    """
+    first = tensors[0]
+    axis %= first.ndim + 1
+    if len({(t.dtype, t.shape) for t in tensors}) != 1:
+        raise ValueError(f"{name or first.name}: cannot stack {[(str(t.dtype), t.shape) for t in tensors]}")
+    shape = (*first.shape[:axis], len(tensors), *first.shape[axis:])
+    if not first.size:
+        return Tensor(name or first.name, first.dtype, shape, ())
+    tensors = _with_common_factors(tensors)
+    factors = (*tensors[0].factors[:axis], (len(tensors),), *tensors[0].factors[axis:])
+    where = sum(len(group) for group in tensors[0].factors[:axis])
+    chunks = [on_new_axis(chunk, where, place) for place, t in enumerate(tensors) for chunk in without_empty(t.chunks)]
+    return Tensor(name or first.name, first.dtype, shape, tuple(chunks), factors)
 
 
-def _with_common_factors(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
+def _with_common_factors(tensors: Sequence[Tensor], axis: int | None = None) -> list[Tensor]:
     """The tensors with equal factors on every axis, but for the first factor of `axis`, which may differ."""
     tensors = list(tensors)
     for number in range(len(tensors[0].shape) if tensors else 0):
