@@ -74,22 +74,26 @@ class TensorReader:
                 for request, stored in self._find_in(file_name, requests):
                     found[request.name].append((request.box, rank, stored))
             except FormatError as error:
-                self.faults.damaged.append(FormatError(f"{file_name}: {error.message}", hint=error.hint))
+                self.faults.damaged.append(error)
         return found
 
     def _find_in(self, file_name: str, requests: Sequence[Request]) -> Iterator[tuple[Request, Stored]]:
-        """Raises FormatError where the file as a whole cannot be read."""
+        """What is found in one file. Raises FormatError where the file as a whole cannot be read."""
         place = self.directory.find(file_name)
         if place is None:
             self.faults.missing[file_name] = {request.name for request in requests}
             return
-        with open_slice(place[0]) as source:
-            file = DataFile(source, *place)
-            for request in requests:
-                if request.place.offset + request.place.length > source.size:
-                    self.faults.short.setdefault((file.name, source.size), set()).add(request.name)
-                elif (stored := self._find_one(file, request)) is not None:
-                    yield request, stored
+        path, name = place
+        try:
+            with open_slice(path) as source:
+                file = DataFile(source, path, name)
+                for request in requests:
+                    if request.place.offset + request.place.length > source.size:
+                        self.faults.short.setdefault((name, source.size), set()).add(request.name)
+                    elif (stored := self._find_one(file, request)) is not None:
+                        yield request, stored
+        except FormatError as error:
+            raise FormatError(f"{name}: {error.message}", hint=error.hint) from error.__cause__
 
     def _find_one(self, file: DataFile, request: Request) -> Stored | None:
         try:
