@@ -1,4 +1,4 @@
-"""Mixtures of experts with the attention of Llama: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE; dense layers among them too."""
+"""Experts behind Llama's attention, dense layers among them: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE."""
 
 from __future__ import annotations
 
