@@ -31,7 +31,7 @@ EVENTS: dict[str, dict[str, Any]] = {
         "format": str, "title": str, "roots": dict, "world_size": (int, type(None)),
         "mesh": [{"name": str, "size": int}], "placements": dict, "bytes": int, "tensors": dict,
         "architecture": (str, type(None)), "adapter": (dict, type(None)), "assets": list, "skipped": dict,
-        "notes": [NOTE], "problems": [PROBLEM],
+        "facts": dict, "notes": [NOTE], "problems": [PROBLEM],
     },
     "plan": {"plan": dict, "notes": [NOTE], "dropped": dict},
     "report": {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint
+from unshard.families import derive_config
+from unshard.model_config import class_name
 from unshard.report.console import print_facts, print_line, print_table, print_title
 from unshard.report.printers import problem_to_json
 from unshard.report.render import print_notes
@@ -32,6 +35,7 @@ def catalog_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
             for tensor in checkpoint.tensors.values()
         },
         "architecture": _architecture(checkpoint),
+        "facts": dict(checkpoint.facts),
         "adapter": dict(checkpoint.adapter) if checkpoint.adapter else None,
         "assets": [asset.path for asset in checkpoint.assets],
         "skipped": dict(checkpoint.skipped),
@@ -54,6 +58,9 @@ def print_catalog(console: Console, checkpoint: Checkpoint, *, tensors: bool, ve
             for tensor in checkpoint.tensors.values()
         ]
         print_table(console, rows)
+    if checkpoint.skipped and verbose:
+        print_title(console, "Skipped")
+        print_table(console, list(checkpoint.skipped.items()))
     if checkpoint.problems:
         print_title(console, "Problems")
         for problem in checkpoint.problems:
@@ -63,8 +70,11 @@ def print_catalog(console: Console, checkpoint: Checkpoint, *, tensors: bool, ve
 
 
 def _facts(checkpoint: Checkpoint, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    shown: list[Path] = []
     for name, path in checkpoint.roots.items():
-        yield name, str(path)
+        if path.absolute() not in shown:
+            yield name, str(path)
+            shown.append(path.absolute())
     yield "format", checkpoint.format
     if checkpoint.world_size is not None:
         mesh = " x ".join([f"{name}={size}" for name, size in checkpoint.mesh])
@@ -78,11 +88,38 @@ def _facts(checkpoint: Checkpoint, *, verbose: bool) -> Iterator[tuple[str, str]
     lora = [name for name in checkpoint.tensors if "lora_" in name]
     if lora:
         yield "adapters", f"{count_in_words(len(lora), 'LoRA tensor')}; {_describe_adapter(checkpoint)}"
-    yield "model", _architecture(checkpoint) or "no config.json: a merge needs `--config DIR` or `--weights-only`"
+    if recorded := ", ".join(_recorded(checkpoint.facts)):
+        yield "recorded", recorded
+    yield "model", _architecture(checkpoint) or _without_config(checkpoint)
     if checkpoint.assets:
         yield "side files", ", ".join([asset.path for asset in checkpoint.assets])
     if checkpoint.skipped:
-        yield "skipped", names_in_words(list(checkpoint.skipped), len(checkpoint.skipped) if verbose else 3)
+        yield "skipped", names_in_words(list(checkpoint.skipped)) + ("" if verbose else "; `--verbose` says why")
+
+
+def _recorded(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What training recorded of the architecture, as far as it tells one model from another at a glance."""
+    for name, noun in (("num_layers", "layer"), ("num_attention_heads", "head"), ("num_query_groups", "key head")):
+        if type(facts.get(name)) is int and (name != "num_query_groups" or facts.get("group_query_attention")):
+            yield count_in_words(facts[name], noun)
+    if type(facts.get("hidden_size")) is int:
+        yield f"hidden size {facts['hidden_size']:,}"
+    if type(facts.get("num_experts")) is int:
+        yield count_in_words(facts["num_experts"], "expert")
+    padded, vocabulary = facts.get("padded_vocab_size"), facts.get("vocab_size")
+    if type(padded) is int:
+        known = type(vocabulary) is int and vocabulary != padded
+        yield f"vocabulary {vocabulary:,} padded to {padded:,}" if known else f"vocabulary {padded:,}"
+    if facts.get("untie_embeddings_and_output_weights") is False:
+        yield "tied embeddings"
+
+
+def _without_config(checkpoint: Checkpoint) -> str:
+    """What becomes of a checkpoint that has no config.json."""
+    derived = derive_config(checkpoint.facts, checkpoint.tensors) if checkpoint.dialect == "megatron" else None
+    if derived is not None and derived.config is not None and not checkpoint.problems:
+        return f"no config.json; {class_name(derived.config)} follows from what training recorded"
+    return "no config.json: a merge needs `--config DIR` or `--weights-only`"
 
 
 def _architecture(checkpoint: Checkpoint) -> str | None:

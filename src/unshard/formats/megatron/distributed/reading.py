@@ -88,8 +88,11 @@ def _check_iteration(place: Path, common: Mapping[Any, Any]) -> Sequence[Unshard
 
 
 def _mesh(facts: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    sizes = [(axis, _count(facts.get(name))) for axis, name in ARGUMENTS.items()]
-    return tuple([(axis, size) for axis, size in sizes if size is not None and size > 1])
+    """The kinds of parallelism with more than one rank; `etp` where experts are shared otherwise than dense layers."""
+    sizes = {axis: _count(facts.get(name)) or 1 for axis, name in ARGUMENTS.items()}
+    shared = sizes.pop("etp") if facts.get("expert_tensor_parallel_size") else sizes["tp"]
+    dims = tuple([(axis, size) for axis, size in sizes.items() if size > 1])
+    return (*dims, ("etp", shared)) if facts.get("num_experts") and shared != sizes["tp"] else dims
 
 
 def _count(value: Any) -> int | None:

@@ -63,7 +63,7 @@ class Joiner:
         if missing := [rank for rank in range(ranks) if rank not in groups]:
             self.lacking[tuple(missing)].append(name)
         words = "whole" if ranks == 1 else str(cut)
-        self.cuts[f"experts, {words}" if is_expert(name) else words] += 1
+        self.cuts[f"experts {words}" if is_expert(name) else words] += 1
         try:
             if cut.axis is None:
                 return join_replicas([shard.tensor for shard in shards]).rename(name)

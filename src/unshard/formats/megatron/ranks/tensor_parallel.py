@@ -35,7 +35,7 @@ class Cut:
     def __str__(self) -> str:
         if self.axis is None:
             return "replicated"
-        return f"axis {self.axis}" + (f", {len(self.sections)} sections" if self.sections else "")
+        return f"axis {self.axis}" + (f" in {len(self.sections)} sections" if self.sections else "")
 
 
 @dataclass(frozen=True, slots=True)
