@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from pathlib import Path
 
@@ -262,3 +263,19 @@ class TestValues:
         found = tb.read_pickle(tmp_path, tb.storage())
         assert isinstance(found, Storage)
         assert (found.dtype, found.numel, found.nbytes) == (dtypes.F32, 6, 24)
+
+
+MEMOS = {
+    "in order": b"](K\x01q\x00K\x02q\x01h\x00h\x01e",
+    "out of order": b"](K\x01q\x05K\x02q\x00K\x03\x94h\x05h\x00h\x02e",
+    "grown over a far place": b"](K\x01q\x02K\x02q\x00K\x03q\x01K\x04q\x02K\x05\x94h\x02h\x03e",
+    "a far place that becomes near": b"](K\x01q\x01K\x02\x94h\x01K\x03q\x00h\x01h\x00e",
+    "put again": b"](K\x01q\x00K\x02q\x00h\x00e",
+    "beyond a byte": b"](K\x01r\x00\x10\x00\x00K\x02\x94j\x00\x10\x00\x00h\x01e",
+}
+"""Lists of numbers that are put into the memo and got from it; protocol 4."""
+
+
+@pytest.mark.parametrize("name", MEMOS)
+def test_the_memo_is_that_of_pickle(tmp_path: Path, name: str) -> None:
+    assert tb.read_pickle(tmp_path, MEMOS[name], 4) == pickle.loads(tb.finish(MEMOS[name], 4))
