@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note
+from unshard.collector import collector_paused
 from unshard.errors import UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, read_config
@@ -26,6 +27,7 @@ TOKENIZER_ROOT = "tokenizer"
 """The same for `--tokenizer`."""
 
 
+@collector_paused()
 def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoint:
     """The catalog of the checkpoint at or below `path`.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
+from unshard.collector import collector_paused
 from unshard.errors import ModelError, UsageError, raise_all
 from unshard.formats.huggingface.assets import is_tokenizer_file
 from unshard.formats.huggingface.target import lay_out
@@ -47,6 +48,7 @@ class Preparation:
     plan: Plan
 
 
+@collector_paused()
 def prepare(source: Path, options: MergeOptions) -> Preparation:
     """Open a checkpoint and plan its merge. Raises all that is wrong, at once."""
     checkpoint = open_checkpoint(source, options)
