@@ -144,7 +144,7 @@ ITEMS: dict[str, tuple[bytes, str]] = {
     "another class": (tb.archive(tb.torch_members(tb.finish(db.instance("Thing", b"}", "evil")))), "evil.Thing"),
     "a long pickle": (tb.archive(tb.torch_members(tb.finish(tb.text("x" * 70_000)))), "at most 65536 are read"),
     "much work": (tb.archive(tb.torch_members(tb.finish(b"N0" * 20_000 + b"N"))), "more than 10000 operations"),
-    "a safetensors header without offsets": (b"\x02" + bytes(7) + b"{}", "no piece of `w` at"),
+    "a safetensors header without offsets": (b"\x02" + bytes(7) + b"{}", "no piece of it at"),
 }  # fmt: skip
 
 

@@ -299,7 +299,7 @@ def test_transformed_items_are_refused_by_name(tmp_path: Path) -> None:
     writer.declare("w", (2,))
     writer.write("w", (0,), np.ones(2, np.float32), transforms=["stream.zstd/1"])
     problem = only_problem(read(writer.finish()))
-    assert "__0_0.distcp: `w`: was written through 'stream.zstd/1'" in problem.message
+    assert "`w`: __0_0.distcp: was written through 'stream.zstd/1'" in problem.message
 
 
 def test_damaged_items_are_told_up_to_a_number(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_damaged_items_are_told_up_to_a_number(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
     problems = read(tmp_path).problems
     assert len(problems) == 21
-    assert "__0_0.distcp: the tensor at byte 0 is an object of class torch._utils._rebuild_tensor_v9" in str(
+    assert "`w0`: __0_0.distcp: the tensor at byte 0 is an object of class torch._utils._rebuild_tensor_v9" in str(
         problems[0]
     )
     assert "10 more pieces cannot be read" in str(problems[-1])

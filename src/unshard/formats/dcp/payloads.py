@@ -14,17 +14,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from unshard.dtypes import DType
 from unshard.errors import FormatError
 from unshard.formats.dcp.metadata import Place
 from unshard.formats.dcp.transforms import refuse_transforms
-from unshard.formats.safetensors_file import SafetensorsFile, read_header
+from unshard.formats.safetensors_file import read_header
 from unshard.formats.state_dict import read_whole, what_it_is
 from unshard.formats.torch_file import Limits, StoredTensor, UnsupportedTensor, read_torch_file
 from unshard.formats.torch_file.slices import FileSlice
-from unshard.tensors import Box, Chunk, Extent, SourceFile
+from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor
 
 ITEM_LIMITS = Limits(pickle_bytes=1 << 16, directory_bytes=1 << 16, operations=10_000, objects=10_000)
 """Of an item with one tensor. Torch writes about 300 bytes of pickle, and 400 of directory."""
@@ -71,12 +70,12 @@ class PayloadFinder:
 
     _known: dict[tuple[int, bytes], Stored] = field(default_factory=dict)
     _head_sizes: dict[int, set[int]] = field(default_factory=dict)
-    _header: tuple[SourceFile, int, SafetensorsFile] | None = None
+    _header: _Header | None = None
 
     def find(self, file: DataFile, request: Request) -> Stored:
         """The tensor that a piece was written as. FormatError where there is none to be read."""
         place = request.place
-        refuse_transforms(place.transforms, f"{file.name}: `{request.name}`")
+        refuse_transforms(place.transforms, str(file.name))
         sizes = self._head_sizes.get(place.length, ())
         head = file.source.read(place.offset, max(sizes, default=min(4, place.length)))
         for size in sizes:
@@ -103,24 +102,41 @@ class PayloadFinder:
 
     def _read_safetensors(self, file: DataFile, request: Request) -> Stored:
         name, place = request.name, request.place
-        header = self._safetensors(file, place.offset)
-        tensor = header.tensors.get(name)
-        if tensor is None or _saved_offsets(header.metadata, name) != list(request.box.offsets):
-            raise FormatError(f"{file.name}: no piece of `{name}` at {list(request.box.offsets)} is in its safetensors")
+        if self._header is None or self._header.file != file.name:
+            self._header = _read_header(file, place.offset)
+        if self._header.start != place.offset:
+            places = f"{self._header.start:,} and {place.offset:,}"
+            raise FormatError(f"{file.name}: two safetensors files are said to begin in it, at {places}")
+        tensor = self._header.tensors.get(name)
+        if tensor is None or self._header.offsets.get(name) != request.box.offsets:
+            raise FormatError(f"{file.name}: no piece of it at {list(request.box.offsets)} is in the safetensors")
         if tensor.size_in_bytes != place.length:
             sizes = f"{tensor.size_in_bytes:,} bytes in the file and {place.length:,} in the metadata"
-            raise FormatError(f"{file.name}: `{name}` has {sizes}")
+            raise FormatError(f"{file.name}: the tensor has {sizes}")
         return Stored(tensor.dtype, tensor.shape, _only_extent(tensor.chunks))
 
-    def _safetensors(self, file: DataFile, start: int) -> SafetensorsFile:
-        """The header of the only safetensors file within a file."""
-        if self._header is None or self._header[0] != file.name:
-            self._header = file.name, start, read_header(file.path, file.name, start)
-        if self._header[1] != start:
-            raise FormatError(
-                f"{file.name}: two safetensors files are said to begin in it, at {self._header[1]:,} and {start:,}"
-            )
-        return self._header[2]
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the safetensors file says that begins at byte `start` of a file.
+
+    `offsets` are those of the pieces in their tensors: of several pieces of one tensor in a file, torch keeps the last.
+    """
+
+    file: SourceFile
+    start: int
+    tensors: Mapping[str, Tensor]
+    offsets: Mapping[str, tuple[int, ...]]
+
+
+def _read_header(file: DataFile, start: int) -> _Header:
+    header = read_header(file.path, file.name, start)
+    try:
+        sharding = json.loads(header.metadata.get(SHARDING, "{}"))
+        offsets = {name: tuple(facts["saved_offsets"]) for name, facts in sharding.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{file.name}: its {SHARDING} is damaged") from error
+    return _Header(file.name, start, header.tensors, offsets)
 
 
 def _moved(stored: Stored, file: SourceFile, by: int) -> Stored:
@@ -131,11 +147,3 @@ def _moved(stored: Stored, file: SourceFile, by: int) -> Stored:
 
 def _only_extent(chunks: Sequence[Chunk]) -> Extent | None:
     return chunks[0].extent if chunks else None
-
-
-def _saved_offsets(metadata: Mapping[str, str], name: str) -> Any:
-    """Where the piece of a tensor lies in the whole, by the header: of several in one file, torch keeps the last."""
-    try:
-        return json.loads(metadata[SHARDING])[name]["saved_offsets"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None

@@ -99,7 +99,7 @@ class TensorReader:
         try:
             stored = self._finder.find(file, request)
         except FormatError as error:
-            self.faults.damaged.append(error)
+            self.faults.damaged.append(FormatError(f"`{request.name}`: {error.message}", hint=error.hint))
             return None
         recorded = self.metadata.tensors[request.name].dtype
         if stored.dtype is not recorded:
