@@ -108,14 +108,14 @@ def megatron_model(
         )
 
     decoder_layer = f"{at}decoder.layers.{{layer}}", f"{to}.layers.{{layer}}"
-    mtp = f"{at}mtp.layers.{{layer}}"
+    mtp = f"{at}mtp.layers.0"
     return (
         *megatron.embeddings(at, to, zero_centred=True),
         *layer(*decoder_layer),
         *megatron_delta_net(*decoder_layer),
         *projections(*decoder_layer),
         *megatron_mtp(mtp, "mtp"),
-        *layer(f"{mtp}.transformer_layer", "mtp.layers.{layer}"),
+        *layer(f"{mtp}.transformer_layer", "mtp.layers.0"),
     )
 
 
