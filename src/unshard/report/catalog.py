@@ -64,7 +64,7 @@ def print_catalog(console: Console, checkpoint: Checkpoint, *, tensors: bool, ve
     if checkpoint.problems:
         print_title(console, "Problems")
         for problem in checkpoint.problems:
-            print_line(console, (" x ", "bold red"), problem.message)
+            print_line(console, (" x ", "bold red"), problem.message.replace("\n", "\n   "))
             if problem.hint:
                 print_line(console, "   ", ("hint: ", "bold cyan"), problem.hint)
 

@@ -14,6 +14,8 @@ _SAME = {
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What config.json calls their number, by the family."""
 
 
 def compare_facts(facts: Mapping[str, Any], sizes: Sizes) -> ModelError | None:
@@ -25,6 +27,7 @@ def compare_facts(facts: Mapping[str, Any], sizes: Sizes) -> ModelError | None:
         and (expected := sizes.known(key)) is not None
         and found != expected
     ]
+    lines += _compare_experts(_number(facts.get("num_experts")), sizes)
     padded, vocabulary = _number(facts.get("padded_vocab_size")), sizes.known("vocab_size")
     if padded is not None and vocabulary is not None and padded < vocabulary:
         lines.append(f"padded_vocab_size is {padded} in training, less than vocab_size {vocabulary} in config.json")
@@ -34,6 +37,14 @@ def compare_facts(facts: Mapping[str, Any], sizes: Sizes) -> ModelError | None:
         f"config.json contradicts what training recorded:\n{items_in_lines(lines)}",
         hint="give the config.json of the model that was trained with --config DIR",
     )
+
+
+def _compare_experts(found: int | None, sizes: Sizes) -> Iterator[str]:
+    """The line of a model whose config tells another number of experts."""
+    known = {key: number for key in _EXPERTS if (number := sizes.known(key)) is not None}
+    if found is not None and known and found not in known.values():
+        said = ", ".join([f"{key} {number}" for key, number in known.items()])
+        yield f"num_experts is {found} in training and {said} in config.json"
 
 
 def _comparable(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -135,7 +135,8 @@ class _Translator:
         lines = list(_with_guesses(names, known))
         what = f"{self.config.get('model_type')!r} models" if self.family else "the rules that were given"
         tensors = count_in_words(len(names), "tensor")
-        return ModelError(f"{tensors} unknown to the rules for {what}:\n{items_in_lines(lines)}", hint=_MAP_HINT)
+        hint = f"does this config.json belong to these weights (--config DIR)? If it does, {_MAP_HINT}"
+        return ModelError(f"{tensors} unknown to the rules for {what}:\n{items_in_lines(lines)}", hint=hint)
 
 
 def _with_guesses(names: Sequence[str], known: Mapping[str, str]) -> Iterator[str]:

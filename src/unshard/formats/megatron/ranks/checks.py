@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unshard.errors import IncompleteError, UnshardError
+from unshard.formats.megatron.ranks.sizes import ONE_RUN
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
 
@@ -47,5 +48,5 @@ def check_recorded(
     if lines:
         yield IncompleteError(
             f"args contradict the tensors:\n{items_in_lines(lines)}",
-            hint="files of different models are mixed: bring together the files of one run",
+            hint=ONE_RUN,
         )

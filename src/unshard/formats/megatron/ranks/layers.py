@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unshard.errors import IncompleteError, UnshardError
+from unshard.formats.megatron.ranks.sizes import ONE_RUN
 
 LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d{1,6})(\..+)")
 """Names with a layer's number that counts from the stage's first layer; vision towers and MTP lie on one stage."""
@@ -45,7 +46,7 @@ def first_layers(
         problems.append(
             IncompleteError(
                 f"args put {list(recorded)} layers on the {stages} pipeline stages, but their files hold {there}",
-                hint="files of different runs are mixed, or args were changed: bring together the files of one run",
+                hint=ONE_RUN,
             )
         )
     offsets, first = {}, 0
@@ -63,7 +64,7 @@ def _check_global(found: Mapping[int, set[int]], problems: list[UnshardError]) -
         problems.append(
             IncompleteError(
                 f"layers are numbered neither from 0 on each pipeline stage nor over all of them: {listed}",
-                hint="bring together the files of one checkpoint",
+                hint=ONE_RUN,
             )
         )
     return dict.fromkeys(found, 0)

@@ -55,13 +55,14 @@ def read_ranks(source: Source, format_name: str) -> Checkpoint:
         raise_all(problems)
     beside = look_beside(found.places[0])
     own = _recorded(contents)
+    unread = {directory.name for directory in found.directories} - {content.directory.name for content in contents}
     source = replace(source, told={**_heads(beside.surroundings.config), **source.told})
-    reading = _Reading(source, contents, {**beside.facts, **own}, problems)
+    reading = _Reading(source, contents, unread, {**beside.facts, **own}, problems)
     tensors = reading.read()
     return beside.around(
         Checkpoint(
             format=format_name,
-            title=_title(len(contents), len(found.directories), contents[0].iteration, reading.mesh),
+            title=_title(len(contents), reading.expected, contents[0].iteration, reading.mesh),
             roots=found.roots,
             tensors=tensors,
             world_size=own["world_size"] if type(own.get("world_size")) is int else None,
@@ -134,21 +135,26 @@ class _Held:
 class _Reading:
     """One reading: from the ranks' contents to full tensors.
 
-    facts: what was recorded, and what was told where nothing was; `told` are the names of the latter.
+    unread:   names of rank directories whose files cannot be read.
+    facts:    what was recorded, and what was told where nothing was; `told` are the names of the latter.
+    expected: how many rank directories there should be.
     """
 
     source: Source
     contents: Sequence[RankContent]
+    unread: Set[str]
     recorded: InitVar[Mapping[str, Any]]
     problems: list[UnshardError]
     facts: Mapping[str, Any] = field(init=False)
     told: Set[str] = field(init=False)
     joiner: Joiner = field(default_factory=lambda: Joiner(1, 1))
     mesh: tuple[tuple[str, int], ...] = ()
+    expected: int = 0
 
     def __post_init__(self, recorded: Mapping[str, Any]) -> None:
         self.facts = self.source.add_told(recorded)
         self.told = {name for name in self.source.told if recorded.get(name) is None}
+        self.expected = len(self.contents) + len(self.unread)
 
     def read(self) -> Mapping[str, Tensor]:
         """The canonical tensors; what is wrong goes to `problems`."""
@@ -166,14 +172,7 @@ class _Reading:
         stages = self._stages(sizes, places)
         expert_tensor = self._settle_experts(sizes, places, stages)
         missing = missing_directories(sizes, places, expert_tensor)
-        if missing:
-            self.problems.append(
-                IncompleteError(
-                    f"ranks are missing: no {items_in_words(missing)}",
-                    hint="fetch these directories, or name the place where they are with --also DIR (node-local disks)"
-                    + ("; or correct --parallel" if self.told & set(ARGUMENTS.values()) else ""),
-                )
-            )
+        self._report_missing([name for name in missing if name not in self.unread])
         self.mesh = sizes.mesh(expert_tensor or sizes.tensor)
         self.joiner = Joiner(sizes.tensor, expert_tensor or sizes.tensor, self.source.axes)
         full = self._join(sizes, stages)
@@ -182,6 +181,16 @@ class _Reading:
         self.problems += wrong if not missing else ()
         self.problems += check_recorded(tensors, self.facts, all_there=not missing)
         return tensors
+
+    def _report_missing(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        self.expected += len(names)
+        text = f"{len(names)} of {self.expected} ranks are missing: no {items_in_words(names)}"
+        hint = "fetch these directories, or name the place where they are with --also DIR (node-local disks)"
+        if self.told & set(ARGUMENTS.values()):
+            hint += "; or correct --parallel"
+        self.problems.append(IncompleteError(text, hint=hint))
 
     def _stages(self, sizes: Sizes, places: Sequence[Coordinates]) -> dict[int, list[_Held]]:
         """Stage v * P + p → what each of its ranks holds."""

@@ -22,7 +22,7 @@ from unshard.parallel import ARGUMENTS
 from unshard.words import count_in_words, items_in_words
 
 _AS_IT_IS = "correct --parallel, or leave it out: names and files tell"
-_ONE_RUN = "files of different runs are mixed; bring together the files of one run"
+ONE_RUN = "files of different runs are mixed, or args were changed: bring together the files of one run"
 _MAX_RANKS = 1 << 16
 _COMPARED = (
     "tensor_model_parallel_size",
@@ -71,12 +71,12 @@ def check_one_run(contents: Sequence[RankContent]) -> Iterable[UnshardError]:
     steps = _by_value(contents, [content.iteration for content in contents])
     if len(steps) > 1:
         listed = "; ".join([f"iteration {step}: {_names(ranks)}" for step, ranks in steps.items()])
-        yield IncompleteError(f"the ranks were saved at different steps: {listed}", hint=_ONE_RUN)
+        yield IncompleteError(f"the ranks were saved at different steps: {listed}", hint=ONE_RUN)
     for name in _COMPARED:
         values = _by_value(contents, [content.facts.get(name) for content in contents])
         if len(values) > 1:
             listed = "; ".join([f"{value}: {_names(ranks)}" for value, ranks in values.items()])
-            yield IncompleteError(f"the ranks disagree on args.{name}: {listed}", hint=_ONE_RUN)
+            yield IncompleteError(f"the ranks disagree on args.{name}: {listed}", hint=ONE_RUN)
 
 
 def _by_value(contents: Sequence[RankContent], values: Sequence[Any]) -> dict[str, list[RankContent]]:
@@ -103,7 +103,7 @@ def settle_sizes(
     if len(depths) > 1:
         examples = [next(c.directory.name for c in contents if len(c.directory.numbers) == d) for d in sorted(depths)]
         problems.append(
-            IncompleteError(f"rank directories of different layouts are mixed: {', '.join(examples)}", hint=_ONE_RUN)
+            IncompleteError(f"rank directories of different layouts are mixed: {', '.join(examples)}", hint=ONE_RUN)
         )
     is_expert_number = _is_expert_number(contents, facts) if depths == {1} else False
     places = [_place(content, is_expert_number) for content in contents]
@@ -169,7 +169,7 @@ def _settle(
         problems.append(
             IncompleteError(
                 f"{_claim(name, said, told)}, but the directories' names count to {named} such ranks",
-                hint=_AS_IT_IS if name in told else _ONE_RUN,
+                hint=_AS_IT_IS if name in told else ONE_RUN,
             )
         )
     return max(named, said or 1)
@@ -181,7 +181,7 @@ def _settle_chunks(
     counts = _by_value(contents, [len(content.models) for content in contents])
     if len(counts) > 1:
         listed = "; ".join([f"{count}: {_names(ranks)}" for count, ranks in counts.items()])
-        problems.append(IncompleteError(f"the ranks hold different numbers of virtual stages: {listed}", hint=_ONE_RUN))
+        problems.append(IncompleteError(f"the ranks hold different numbers of virtual stages: {listed}", hint=ONE_RUN))
     name = "virtual_pipeline_model_parallel_size"
     said, found = _size(facts, name), max(len(content.models) for content in contents)
     if said is not None and said != found:
@@ -189,7 +189,7 @@ def _settle_chunks(
         problems.append(
             IncompleteError(
                 f"{_claim(name, said, told)}, but the files hold {stages}",
-                hint=_AS_IT_IS if name in told else _ONE_RUN,
+                hint=_AS_IT_IS if name in told else ONE_RUN,
             )
         )
     return found
@@ -219,7 +219,7 @@ def settle_expert_tensor(
             IncompleteError(
                 f"args.moe_ffn_hidden_size is {width} and {_claim(name, said, told)}, but each rank holds {columns} "
                 "columns of an expert's linear_fc2",
-                hint=_AS_IT_IS if name in told else _ONE_RUN,
+                hint=_AS_IT_IS if name in told else ONE_RUN,
             )
         )
     there = {(place.tensor, place.expert) for place in places}
