@@ -12,7 +12,7 @@ from unshard.checkpoint import Checkpoint
 from unshard.families import FAMILIES, expected_shapes, name_model
 from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
-from unshard.preparing import split_adapters
+from unshard.preparing import split_adapters, translate
 
 
 def is_described(case: GoldenCase) -> bool:
@@ -22,7 +22,7 @@ def is_described(case: GoldenCase) -> bool:
 
 
 CASES = [case for case in (*golden_set.committed_cases(), *golden_set.larger_cases()) if is_described(case)]
-OTHER_NAMES = ("lora", "value_head", "wrapped", "local_unknown")
+OTHER_NAMES = ("lora", "value_head", "wrapped", "local_unknown", "megatron_", "mc_")
 """Cases whose stored names are not those of the running model."""
 PLAIN = [case for case in CASES if not any(word in case.name for word in OTHER_NAMES)]
 
@@ -34,11 +34,11 @@ def truth_of(case: GoldenCase) -> Checkpoint:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_stored_names_become_those_of_the_truth(case: GoldenCase) -> None:
     options = MergeOptions(config=case.directory / "truth")
-    checkpoint = open_checkpoint(case.source, options)
+    checkpoint, computed = translate(open_checkpoint(case.source, options), options)
     split = split_adapters(checkpoint, options)
     if not split.base:
         pytest.skip("holds an adapter only")
-    model = name_model(split.base, checkpoint.config, options)
+    model = name_model({**split.base, **computed}, checkpoint.config, options)
     assert not model.problems
     truth = truth_of(case)
     assert {name: value.shape for name, value in model.tensors.items()} == {
