@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import megatron_scenes
 import pytest
 
 from commands import run
@@ -144,6 +145,7 @@ SCENES = {
     "error_no_alpha": Scene(("unshard merge CASES/lora_no_alpha/ckpt OUT",)),
     "error_tied_but_different": Scene(("unshard merge CASES/tied_but_different/ckpt OUT",)),
     "error_hub_name": Scene(("unshard merge CASES/fsdp2_w4/ckpt OUT --hf_upload_path 'my model'",)),
+    **{name: Scene(*scene) for name, scene in megatron_scenes.SCENES.items()},
 }
 
 
@@ -154,7 +156,7 @@ def test_scene(name: str, committed_golden: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TERM", "dumb")
     scene = SCENES[name]
     scene.arrange(tmp_path, committed_golden)
-    found = "\n".join([_play(line, committed_golden) for line in scene.lines])
+    found = "\n".join([_play(line, committed_golden, tmp_path) for line in scene.lines])
     found = _normalize(found, {str(committed_golden): "CASES", str(tmp_path): "HERE"})
     file = SNAPSHOTS / f"{name}.txt"
     if os.environ.get(UPDATE):
@@ -162,9 +164,12 @@ def test_scene(name: str, committed_golden: Path, tmp_path: Path, monkeypatch: p
     assert found == file.read_text(encoding="utf-8"), f"{UPDATE}=1 pytest {__file__} takes it over"
 
 
-def _play(line: str, cases: Path) -> str:
+def _play(line: str, cases: Path, place: Path) -> str:
+    """What a line shows. One that fails must leave behind what was there."""
     words = [word.replace("CASES", str(cases)) for word in shlex.split(line)]
+    before = sorted(place.rglob("*"))
     code, stdout, stderr = run(*words[1:])
+    assert code == 0 or sorted(place.rglob("*")) == before
     parts = [f"$ {line}\n", stdout, *(["-- stderr --\n", stderr] if stderr else []), f"-- exit {code} --\n"]
     return "".join(parts)
 

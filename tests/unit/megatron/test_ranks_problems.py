@@ -67,7 +67,7 @@ class TestMissing:
         place = write(tmp_path, tp=2, pp=2, args=args)
         shutil.rmtree(place / "mp_rank_01_000")
         (message,) = messages(place)
-        assert message == "1 of 4 ranks are missing: no mp_rank_01_000"
+        assert message == "1 of 4 ranks is missing: no mp_rank_01_000"
 
     def test_a_pipeline_stage_at_the_end(self, tmp_path: Path) -> None:
         """Args tell what names cannot. Layers of later stages keep their numbers."""
@@ -86,7 +86,7 @@ class TestMissing:
         assert len(list(place.iterdir())) == 4
         shutil.rmtree(place / gone)
         (message,) = messages(place)
-        assert message == f"1 of 4 ranks are missing: no {gone}"
+        assert message == f"1 of 4 ranks is missing: no {gone}"
 
     def test_an_expert_rank(self, tmp_path: Path) -> None:
         place = write(tmp_path, experts=(0,), tp=2, ep=4)

@@ -83,6 +83,7 @@ def _order_rows(tensor: Tensor, version: float, facts: Mapping[str, Any], ranks:
         raise FormatError(
             f"`{tensor.name}` has {rows} rows per rank, which are no query, key and value of {heads} heads on {ranks} "
             "tensor-parallel ranks",
+            hint="are these the heads of this model? see args, --num-attention-heads and --config",
         )
     size = rows // 3 // local
     if version == 0.0:

@@ -186,7 +186,8 @@ class _Reading:
         if not names:
             return
         self.expected += len(names)
-        text = f"{len(names)} of {self.expected} ranks are missing: no {items_in_words(names)}"
+        are = "is" if len(names) == 1 else "are"
+        text = f"{len(names)} of {self.expected} ranks {are} missing: no {items_in_words(names)}"
         hint = "fetch these directories, or name the place where they are with --also DIR (node-local disks)"
         if self.told & set(ARGUMENTS.values()):
             hint += "; or correct --parallel"

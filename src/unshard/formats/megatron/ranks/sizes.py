@@ -71,7 +71,8 @@ def check_one_run(contents: Sequence[RankContent]) -> Iterable[UnshardError]:
     steps = _by_value(contents, [content.iteration for content in contents])
     if len(steps) > 1:
         listed = "; ".join([f"iteration {step}: {_names(ranks)}" for step, ranks in steps.items()])
-        yield IncompleteError(f"the ranks were saved at different steps: {listed}", hint=ONE_RUN)
+        hint = "bring together the files of one step; the others belong to another directory iter_*"
+        yield IncompleteError(f"the ranks were saved at different steps: {listed}", hint=hint)
     for name in _COMPARED:
         values = _by_value(contents, [content.facts.get(name) for content in contents])
         if len(values) > 1:
