@@ -5,10 +5,12 @@ from __future__ import annotations
 import tracemalloc
 from time import perf_counter
 
-from synthetic import RankFiles, dense_70b, experts_671b, lay_out
+from synthetic import RankFiles, dense_70b, experts_671b, lay_out, megatron_671b
 from unshard.dtypes import BF16
+from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
 from unshard.plan.moves import Copy, Tile
+from unshard.preparing import decide
 from unshard.tensors import Box, Chunk, Tensor
 
 
@@ -62,3 +64,14 @@ def test_671b_experts_of_16_pipeline_stages_by_16_expert_ranks() -> None:
     assert perf_counter() - started < 15
     assert len(plan.files) > 250
     assert sum(len(file.moves) for file in plan.files) < 2000
+
+
+def test_a_third_of_deepseek_v3_from_megatrons_catalog_to_a_plan() -> None:
+    """13,000 tensors and as many chunks, translated, named, laid out and planned with their replicas. Takes 1.3 s."""
+    checkpoint = megatron_671b(layers=20)
+    started = perf_counter()
+    decision = decide(checkpoint, MergeOptions())
+    plan = compile_plan(decision.target, check_replicas=True)
+    assert perf_counter() - started < 20
+    assert len(decision.target.weights) == 17 * (256 * 3 + 5) + 20 * 9 + 3 * 3 + 3
+    assert sum(isinstance(move, Tile) for file in plan.files for move in file.moves) == 0
