@@ -84,7 +84,7 @@ class RankFile:
 
     def add_plain(self, name: str, content: Content) -> None:
         """A tensor without placements."""
-        self.add_opcodes(name, self._tensor(content))
+        self.add_opcodes(name, self.tensor(content))
 
     def add_view(self, name: str, storage: bytes, shape: Sequence[int], strides: Sequence[int], offset: int) -> None:
         """A tensor in a storage that others share; `storage` comes from `keep`."""
@@ -105,7 +105,7 @@ class RankFile:
         )
         geometry = (opcodes.counts(shape), opcodes.counts(strides), opcodes.integer(0))
         wrapper = opcodes.group(cls, dtype, *geometry, *where, _FALSE)
-        tensor = self._tensor(local)
+        tensor = self.tensor(local)
         spec = self._spec(shape, strides, dtype, placements)
         state = opcodes.group(b"N", opcodes.mapping({"_local_tensor": tensor, "_spec": spec}))
         rebuild = opcodes.named("torch._utils", "_rebuild_wrapper_subclass")
@@ -140,7 +140,8 @@ class RankFile:
         members |= {f"data/{number}": storage for number, storage in enumerate(self._storages)}
         write_archive(path, members | {"version": b"3\n"})
 
-    def _tensor(self, content: Content) -> bytes:
+    def tensor(self, content: Content) -> bytes:
+        """A tensor with these values in a storage of its own, as opcodes."""
         shape = content if isinstance(content, tuple) else content.shape
         return opcodes.tensor(self.keep(content), shape, _strides(shape))
 

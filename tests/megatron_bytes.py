@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import torch_bytes as opcodes
-from fsdp_bytes import Array, RankFile, record, world, write_json
+from fsdp_bytes import Array, Content, RankFile, record, world, write_json
 
 Weights = dict[str, Array]
 FILE = "model_optim_rng.pt"
@@ -218,14 +218,14 @@ def _on_expert_rank(held: Weights, rank: int, each: int) -> Sequence[tuple[str, 
 
 def write_rank(
     path: Path,
-    model: Weights,
+    model: Mapping[str, Content],
     *,
     args: Mapping[str, Any] | None = None,
     iteration: int = 10,
     version: float | None = 3.0,
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
-    """One rank's file, as torch.save writes it."""
+    """One rank's file, as torch.save writes it. A shape in the place of a tensor is a hole of bf16."""
     file = RankFile(world(1), 0)
     if args is not None:
         file.add_opcodes("args", namespace(args))
@@ -234,16 +234,9 @@ def write_rank(
     file.add_opcodes("iteration", value(iteration))
     for name, entry in (beside or {}).items():
         file.add_opcodes(name, entry)
-    tensors = {
-        name: opcodes.tensor(file.keep(array), array.shape, [step // array.itemsize for step in _contiguous(array)])
-        for name, array in model.items()
-    }
+    tensors = {name: file.tensor(content) for name, content in model.items()}
     file.add_opcodes("model", opcodes.mapping(tensors))
     file.write(path)
-
-
-def _contiguous(array: Array) -> Sequence[int]:
-    return np.ascontiguousarray(array).strides
 
 
 def namespace(members: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_bytes import Mesh, RankFile, rank_path, world, write_json, write_ranks
+from megatron_bytes import FILE, Decoder, write_rank
 from synthetic import dense_70b
 
 pytestmark = [
@@ -108,6 +109,41 @@ def test_fusing_holds_no_whole_weight(place: Path) -> None:
     source = write_ranks(place / "actor", world(4), shapes)
     words = ("--weights-only", "--fuse-lora", "--lora-alpha", 16)
     assert measure("merge", source, place / "out", *words).memory <= 120
+
+
+def write_experts(run: Path, model: Decoder) -> Path:
+    """A layer of experts on two tensor-parallel ranks, as holes: half of the vocabulary, of rows, of columns each."""
+    rows, layer = (model.heads + 2 * model.groups) * model.head, "decoder.layers.0."
+    held: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (model.vocabulary // 2, model.hidden),
+        f"{layer}self_attention.linear_qkv.layer_norm_weight": (model.hidden,),
+        f"{layer}self_attention.linear_qkv.weight": (rows // 2, model.hidden),
+        f"{layer}self_attention.q_layernorm.weight": (model.head,),
+        f"{layer}self_attention.k_layernorm.weight": (model.head,),
+        f"{layer}self_attention.linear_proj.weight": (model.hidden, model.heads * model.head // 2),
+        f"{layer}pre_mlp_layernorm.weight": (model.hidden,),
+        f"{layer}mlp.router.weight": (model.experts, model.hidden),
+        "decoder.final_layernorm.weight": (model.hidden,),
+        "output_layer.weight": (model.vocabulary // 2, model.hidden),
+    }
+    for number in range(model.experts):
+        held[f"{layer}mlp.experts.linear_fc1.weight{number}"] = (model.ffn, model.hidden)
+        held[f"{layer}mlp.experts.linear_fc2.weight{number}"] = (model.hidden, model.ffn // 2)
+    for rank in range(2):
+        place = run / f"mp_rank_{rank:02d}"
+        place.mkdir(parents=True)
+        write_rank(place / FILE, held, args=model.args(tensor_model_parallel_size=2))
+    write_json(run / "hf" / "config.json", model.config())
+    return run
+
+
+@pytest.mark.parametrize("words", [("--weights-only",), ()], ids=["stacked", "one by one"])
+def test_experts_of_megatron_are_never_held_together(words: tuple[str, ...], place: Path) -> None:
+    """mbridge#123, Bridge#1783, slime#524, ms-swift#6418: the experts of a layer, or the whole model, lay in memory."""
+    source = write_experts(place / "run", Decoder(layers=1, experts=32, hidden=1024, ffn=1024, vocabulary=64))
+    usage = measure("merge", source, place / "out", *words)
+    assert sum(file.stat().st_size for file in (place / "out").glob("*.safetensors")) > 128 * MIB
+    assert usage.memory <= 120
 
 
 def write_70b(directory: Path) -> Path:

@@ -115,6 +115,7 @@ def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> 
     """All tensors on the side of the parts. Names that no rule knows pass through."""
     result = Rewritten()
     misfits: list[str] = []
+    hints: list[str] = []
     for name, value in tensors.items():
         found = find_rule(name, rules)
         if found is None or _is_done(found[0], value, sizes):
@@ -126,13 +127,15 @@ def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> 
             parts = _take_apart(rule, value, sizes)
         except (ValueError, ModelError) as misfit:
             misfits.append(misfit.message if isinstance(misfit, ModelError) else str(misfit))
+            hints += [misfit.hint] if isinstance(misfit, ModelError) and misfit.hint else []
             result.explained.update(_names_of_parts(rule, value, bindings, sizes))
             continue
         for key, piece in parts.items():
             result.add(rule.part_name(key, bindings), piece, (name,))
     if misfits:
         message = "tensors that do not fit the model's configuration:\n" + items_in_lines(list(dict.fromkeys(misfits)))
-        result.problems.append(ModelError(message, hint="does this config.json belong to these weights? see --config"))
+        hint = hints[0] if hints else "does this config.json belong to these weights? see --config"
+        result.problems.append(ModelError(message, hint=hint))
     return result
 
 

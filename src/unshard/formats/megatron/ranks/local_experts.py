@@ -64,13 +64,14 @@ def _module_of(name: str) -> str:
 
 
 def _count_local(model: Mapping[str, Tensor], module: str, ranks: int, experts: int | None) -> int:
-    """The number of experts on this rank: as many as there are, else the router's on all ranks."""
+    """The number of experts on this rank: its share of the router's, lest missing ones go unseen; else what it has."""
     numbers = [int(match[2]) for name in model if (match := _SEQUENTIAL.fullmatch(name)) and match[1] == module]
     numbers += [int(match[3]) for name in model if (match := _GROUPED_TE.fullmatch(name)) and match[1] == module]
-    if numbers:
-        return max(numbers) + 1
     router = model.get(f"{module.removesuffix('experts')}router.weight")
     total = router.shape[0] if router is not None and router.shape else experts
+    held = max(numbers, default=-1) + 1
+    if held and (total is None or total % ranks or total > _MAX_EXPERTS or total // ranks < held):
+        return held
     if total is None or total > _MAX_EXPERTS:
         raise FormatError(f"`{module}`: neither a router nor args tell how many experts there are")
     if total % ranks:
