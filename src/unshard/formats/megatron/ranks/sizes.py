@@ -106,7 +106,7 @@ def settle_sizes(
         problems.append(
             IncompleteError(f"rank directories of different layouts are mixed: {', '.join(examples)}", hint=ONE_RUN)
         )
-    is_expert_number = _is_expert_number(contents, facts) if depths == {1} else False
+    is_expert_number = _is_expert_number(contents, facts, problems, told) if depths == {1} else False
     places = [_place(content, is_expert_number) for content in contents]
     sizes = Sizes(
         _settle("tensor_model_parallel_size", facts, [place.tensor for place in places], problems, told),
@@ -134,15 +134,29 @@ def _place(content: RankContent, is_expert_number: bool) -> Coordinates:
     return Coordinates(content.directory.tensor, *[*numbers, 0, 0][:2])
 
 
-def _is_expert_number(contents: Sequence[RankContent], facts: Mapping[str, Any]) -> bool:
+def _is_expert_number(
+    contents: Sequence[RankContent], facts: Mapping[str, Any], problems: list[UnshardError], told: Collection[str]
+) -> bool:
     """Whether the only number after the tensor rank is an expert rank, not a pipeline rank.
 
-    Without args: expert ranks hold the same parameters but for the experts; pipeline ranks differ, for only the first
-    has the embedding.
+    Args say, or the user does, whom the files must not contradict; else the files tell.
     """
-    pipeline, expert = _size(facts, "pipeline_model_parallel_size"), _size(facts, "expert_model_parallel_size")
-    if (pipeline or 1) > 1 or (expert or 1) > 1:
-        return (pipeline or 1) == 1
+    kinds = {True: "expert_model_parallel_size", False: "pipeline_model_parallel_size"}
+    sizes = {is_expert: _size(facts, name) or 1 for is_expert, name in kinds.items()}
+    if max(sizes.values()) == 1:
+        return _look_like_expert_ranks(contents)
+    is_expert = sizes[False] == 1
+    several = len({content.directory.numbers for content in contents}) > 1
+    if several and kinds[is_expert] in told and is_expert != _look_like_expert_ranks(contents):
+        held, kind = ("different", "pipeline") if is_expert else ("the same", "expert")
+        claim = _claim(kinds[is_expert], sizes[is_expert], told)
+        ranks = f"{_names(contents)} hold {held} dense parameters, as {kind}-parallel ranks do"
+        problems.append(IncompleteError(f"{claim}, but {ranks}", hint=_AS_IT_IS))
+    return is_expert
+
+
+def _look_like_expert_ranks(contents: Sequence[RankContent]) -> bool:
+    """Whether directories hold the same parameters but for the experts; of pipeline ranks, one has the embedding."""
     dense: dict[int, dict[str, tuple[int, ...]]] = {}
     for content in contents:
         tensors = [item for model in content.models for item in model.items() if not is_expert(item[0])]
