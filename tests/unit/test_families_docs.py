@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import unshard.families
 from unshard.families import FAMILIES
 from unshard.families.architecture import read_architecture
 from unshard.families.template import Family
@@ -25,14 +26,19 @@ def test_the_tables_name_all_families_and_all_renames_and_nothing_else() -> None
     assert sorted(renamed) == sorted(RENAMES)
 
 
-def example() -> Family:
-    """The family that the guide writes down."""
+def code_with(marker: str) -> dict[str, Any]:
+    """What the guide's block of Python with this text in it defines."""
     guide = (DOCS / "guides" / "add-a-family.md").read_text()
     assert len(guide.splitlines()) < 100
-    block = next(block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "FAMILY = " in block)
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if marker in block]
     scope: dict[str, Any] = {}
     exec(block, scope)
-    family = scope["FAMILY"]
+    return scope
+
+
+def example() -> Family:
+    """The family that the guide writes down."""
+    family = code_with("FAMILY = ")["FAMILY"]
     assert isinstance(family, Family)
     return family
 
@@ -53,3 +59,23 @@ def test_the_example_of_the_guide_describes_its_model(ending: str, settings: dic
     assert architecture is not None
     expected = architecture.base_shapes() | architecture.head_shapes(tied=False)
     assert list(expected.items()) == [(name, tuple(value.shape)) for name, value in model.named_parameters()]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 2}, {"write": "torch_dist", "tp": 2}, {"te": False}])
+@pytest.mark.parametrize("settings", [{}, {"attention_bias": True}, {"num_key_value_heads": 4}])
+def test_the_example_of_the_guide_comes_from_megatron(
+    settings: dict[str, Any], layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from megatron.checking import merge_and_compare, random_model
+
+    monkeypatch.setattr(unshard.families, "FAMILIES", {**FAMILIES, "olmo2": example()})
+    config = transformers.Olmo2Config(
+        hidden_size=32, num_attention_heads=8, intermediate_size=22, num_hidden_layers=2, vocab_size=43,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, **settings,
+    )  # fmt: skip
+    layout = {**layout, "args": {"kv_channels": 4}, "padded_vocab_size": 48}
+    dims = {"q_layernorm.weight": 0, "k_layernorm.weight": 0}
+    to_megatron = code_with("def to_megatron(")["to_megatron"]
+    merge_and_compare(random_model(config), to_megatron, tmp_path, dims=dims, **layout)
