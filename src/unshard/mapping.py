@@ -109,7 +109,7 @@ def _read_rule(table: object) -> Rule:
     parts = [parts] if isinstance(parts, str) else parts
     if not isinstance(whole, str) or not _is_list_of(parts, str) or not parts or not _is_list_of(steps, dict):
         raise _FaultError("`from` is a name, `to` a name or several, `steps` a list of tables")
-    rule = Rule(whole, tuple(parts), tuple([_read_step(step) for step in steps]))
+    rule = Rule(whole, tuple(parts), tuple([_read_step(step) for step in steps]), own=True)
     _check_wildcards(rule)
     return rule
 

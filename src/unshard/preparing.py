@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
@@ -21,9 +21,12 @@ from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
 from unshard.plan.moves import Plan
 from unshard.target import Target
-from unshard.tensors import Computed, Value
+from unshard.tensors import Value
 from unshard.words import items_in_lines
 from unshard.wrappers import strip_all
+
+if TYPE_CHECKING:
+    from unshard.families.megatron.translation import Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,7 @@ def prepare(source: Path, options: MergeOptions) -> Preparation:
 
 def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
     """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong."""
-    stored, (checkpoint, computed) = checkpoint, translate(checkpoint, options)
-    in_file = checkpoint.dialect != stored.dialect
+    checkpoint, translation = translate(checkpoint, options)
     split = split_adapters(checkpoint, options)
     problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
@@ -70,25 +72,28 @@ def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
         base, written = fused.tensors, ()
         problems += fused.problems
         notes += fused.notes
-    base = {**base, **computed} if base else {}
+    base = {**base, **(translation.computed if translation else {})} if base else {}
     if options.adapter_only and not split.adapters:
         problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
     reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
     model = Model({})
     if base:
-        model = families.name_model(base, checkpoint.config, options, reference, in_file=in_file)
+        own = translation.own if translation else ()
+        model = families.name_model(
+            base, checkpoint.config, options, reference, in_file=translation is not None, own=own
+        )
     raise_all([*problems, *model.problems])
     target = lay_out(model, checkpoint, options, written)
     return Decision(checkpoint, model, target, (*notes, *target.notes))
 
 
-def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint, Mapping[str, Computed]]:
-    """The checkpoint under the names of transformers, and those of its tensors whose values had to be computed.
+def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint, Translation | None]:
+    """The checkpoint under the names of transformers, and what became of it; None where nothing had to be translated.
 
     Raises all that is wrong. Stored names stay where the user wants them.
     """
     if checkpoint.dialect == "huggingface" or options.weights_only or options.names == "stored":
-        return checkpoint, {}
+        return checkpoint, None
     if checkpoint.config is None:
         checkpoint = derive_config(checkpoint, options)
     assert checkpoint.config is not None
@@ -96,7 +101,7 @@ def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
     translation = families.translate(checkpoint, _add_heads(checkpoint.config, options), rules)
     raise_all(translation.problems)
     notes = (*checkpoint.notes, *translation.notes)
-    return replace(checkpoint, tensors=translation.tensors, notes=notes, dialect="huggingface"), translation.computed
+    return replace(checkpoint, tensors=translation.tensors, notes=notes, dialect="huggingface"), translation
 
 
 def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:

@@ -8,7 +8,7 @@ import pytest
 
 from unshard.errors import UnshardError
 from unshard.families import FAMILIES
-from unshard.families.rules import Rule
+from unshard.families.rules import Rule, find_rule
 from unshard.families.steps import STEPS, OnPart, Permute, Sections, Unstack
 from unshard.mapping import read_map
 
@@ -44,11 +44,12 @@ def test_rules_come_before_those_of_the_named_family(tmp_path: Path) -> None:
     found = read_map(write(tmp_path, EXAMPLE))
     permute = Permute(("2", "?"), (1, 0))
     assert found.rules[:2] == (
-        Rule("decoder.layers.{layer}.mlp.gate.weight", ("model.layers.{layer}.mlp.gate.weight",)),
+        Rule("decoder.layers.{layer}.mlp.gate.weight", ("model.layers.{layer}.mlp.gate.weight",), own=True),
         Rule(
             "decoder.layers.{layer}.experts.weight",
             ("model.layers.{layer}.{expert}.q.weight", "model.layers.{layer}.{expert}.k.weight"),
             (Unstack("expert"), Sections(("2*head_dim", "4"), "num_key_value_heads"), OnPart(0, permute)),
+            own=True,
         ),
     )
     assert found.rules[2:] == FAMILIES["qwen3"].megatron
@@ -128,3 +129,15 @@ def test_every_step_has_a_name_and_the_name_is_that_of_its_class() -> None:
 
     for name, kind in STEPS.items():
         assert re.sub(r"(?<=[a-z])([A-Z])", r"_\1", kind.__name__).lower() == name
+
+
+def test_own_rules_win_over_those_that_spell_out_more(tmp_path: Path) -> None:
+    text = '[[rule]]\nfrom = "decoder.layers.{layer}.mlp.{rest}"\nto = "model.layers.{layer}.feed_forward.{rest}"'
+    rules = (*read_map(write(tmp_path, text)).rules, *FAMILIES["llama"].megatron)
+    found = find_rule("decoder.layers.3.mlp.linear_fc2.weight", rules)
+    assert found is not None
+    rule, wildcards = found
+    assert rule.part_name((), wildcards) == "model.layers.3.feed_forward.linear_fc2.weight"
+    other = find_rule("decoder.layers.3.self_attention.linear_proj.weight", rules)
+    assert other is not None
+    assert not other[0].own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint, Shape
@@ -50,16 +50,18 @@ def name_model(
     reference: Checkpoint | None = None,
     *,
     in_file: bool = False,
+    own: Collection[str] = (),
 ) -> Model:
     """The model that comes out: stored tensors under the names that `options.names` asks for.
 
     config:    the parsed config.json that belongs to the checkpoint, if any.
     reference: the catalog of the model whose names and files are followed, where `options.names` is a directory.
     in_file:   the names are those of the Hugging Face file already: translated, not those of a running model.
+    own:       names that the user gave himself: they are written, whatever the architecture has.
 
     Nothing is raised for what is wrong with the checkpoint: all of it is in `Model.problems`.
     """
-    return name_tensors(tensors, config, options, reference, FAMILIES, in_file=in_file)
+    return name_tensors(tensors, config, options, reference, FAMILIES, in_file=in_file, own=own)
 
 
 def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:

@@ -34,6 +34,7 @@ class Rule:
     shape:       of the whole, as expressions over config keys (see `Sizes`); checked as far as the config tells.
     parts_shape: for a rule that keeps the name (it only transposes, say): the shape that the tensor has on the other
                  side, by which a tensor that is already there is recognised.
+    own:         it is of a user's own table, and asked before all rules of families, however much they spell out.
     """
 
     whole: str
@@ -41,6 +42,7 @@ class Rule:
     steps: tuple[Step, ...] = ()
     shape: tuple[str, ...] = ()
     parts_shape: tuple[str, ...] = ()
+    own: bool = False
 
     def misfit(self, tensor: Value, sizes: Sizes) -> str | None:
         """What is wrong with a tensor that should be this rule's whole, or None."""
@@ -94,6 +96,7 @@ class Rewritten:
     problems:  wholes that do not fit their rule, names that two tensors would take.
     explained: names that are absent only because of those problems.
     unknown:   names that passed through because no rule knows them.
+    own:       new names that the user's own rules gave.
     """
 
     tensors: dict[str, Value] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class Rewritten:
     problems: list[UnshardError] = field(default_factory=list)
     explained: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
+    own: set[str] = field(default_factory=set)
 
     def add(self, name: str, value: Value, origins: tuple[str, ...]) -> None:
         if name in self.tensors:
@@ -131,7 +135,9 @@ def split(tensors: Mapping[str, Value], rules: Sequence[Rule], sizes: Sizes) -> 
             result.explained.update(_names_of_parts(rule, value, bindings, sizes))
             continue
         for key, piece in parts.items():
-            result.add(rule.part_name(key, bindings), piece, (name,))
+            new = rule.part_name(key, bindings)
+            result.add(new, piece, (name,))
+            result.own |= {new} if rule.own else set()
     if misfits:
         message = "tensors that do not fit the model's configuration:\n" + items_in_lines(list(dict.fromkeys(misfits)))
         hint = hints[0] if hints else "does this config.json belong to these weights? see --config"
@@ -183,20 +189,20 @@ def join(
 
 
 def find_rule(name: str, rules: Sequence[Rule]) -> tuple[Rule, dict[str, str]] | None:
-    """The rule whose `whole` a name is; the one with the most literal text, where there are several."""
+    """The rule whose `whole` a name is; the user's own, then the one with the most literal text, of several."""
     found = [(rule, match.groupdict()) for rule in rules if (match := pattern_of(rule.whole).fullmatch(name))]
-    return max(found, key=lambda pair: _literal_length(pair[0].whole)) if found else None
+    return max(found, key=lambda pair: (pair[0].own, _literal_length(pair[0].whole))) if found else None
 
 
 def _places(name: str, rules: Sequence[Rule]) -> Iterator[tuple[Rule, str, Key]]:
-    """(rule, name of the whole, key) of all the wholes that a name can be a part of; most literal text first."""
+    """(rule, name of the whole, key) of all the wholes that a name can be a part of, in the order of `find_rule`."""
     found = []
     for rule in rules:
         for number, part in enumerate(rule.parts):
             if match := pattern_of(part).fullmatch(name):
                 bindings = match.groupdict()
                 key = tuple([number if fan == "part" else int(bindings[fan]) for fan in rule.fans])
-                found.append((-_literal_length(part), rule, rule.whole.format(**bindings), key))
+                found.append(((not rule.own, -_literal_length(part)), rule, rule.whole.format(**bindings), key))
     for _, rule, whole, key in sorted(found, key=lambda place: place[0]):
         yield rule, whole, key
 

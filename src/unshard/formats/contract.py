@@ -23,8 +23,7 @@ class Source:
     reference:    a model with the same parameters and similar values. Where it is given, the order of `known_shapes`
                   means nothing (safetensors files are sorted by name), and the reference's values must tell it.
     axes:         pattern of a tensor's name (a regular expression for the whole of it) → the axis along which its
-                  shards lie on tensor-parallel ranks, None where each has a replica: for layouts that do not store it,
-                  and tensors that no table knows.
+                  shards lie on tensor-parallel ranks, None where each has a replica: for layouts that do not store it.
     told:         what a person said of training, under Megatron-LM's argument names (`tensor_model_parallel_size`,
                   `num_attention_heads`): it stands in for what the checkpoint does not record.
     """

@@ -25,6 +25,7 @@ _BY_CONTENT: tuple[tuple[str, str], ...] = (
 _BY_NAME: tuple[tuple[str, str], ...] = (
     (r".*\.distcp", "one file of a torch DCP directory"),
     (r".*\.gguf", "a GGUF file (llama.cpp)"),
+    (r".*\.nemo", "a NeMo 1 archive: unpack it (`tar xf`), and name the directory model_weights in it"),
     (r".*\.(json|txt|md|log|py|yaml|yml)", "a text file"),
     (r".*\.(zip|tar|gz|tgz|zst|xz)", "an archive, which must be unpacked first"),
 )

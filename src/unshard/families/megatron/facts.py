@@ -14,7 +14,7 @@ _SAME = {
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What config.json calls their number, by the family."""
 
 
@@ -41,7 +41,7 @@ def compare_facts(facts: Mapping[str, Any], sizes: Sizes) -> ModelError | None:
 
 def _compare_experts(found: int | None, sizes: Sizes) -> Iterator[str]:
     """The line of a model whose config tells another number of experts."""
-    known = {key: number for key in _EXPERTS if (number := sizes.known(key)) is not None}
+    known = {key: number for key in EXPERTS if (number := sizes.known(key)) is not None}
     if found is not None and known and found not in known.values():
         said = ", ".join([f"{key} {number}" for key, number in known.items()])
         yield f"num_experts is {found} in training and {said} in config.json"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unshard.checkpoint import Checkpoint, Note
+from unshard.checkpoint import Checkpoint, Note, Shape
 from unshard.errors import ModelError, UnshardError
-from unshard.families.architecture import count_labels
+from unshard.families.architecture import Architecture, count_labels
 from unshard.families.megatron.adapters import translate_adapters
 from unshard.families.megatron.aliases import resolve_alias
 from unshard.families.megatron.facts import compare_facts
@@ -30,10 +30,12 @@ class Translation:
     """A checkpoint's tensors under the names of the Hugging Face file, adapters as PEFT names them.
 
     computed: the values that are no plain bytes of the checkpoint: shifted norms.
+    own:      names that the user's own rules gave: they are written, whatever the architecture has.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     computed: Mapping[str, Computed] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
     notes: tuple[Note, ...] = ()
     problems: tuple[UnshardError, ...] = ()
 
@@ -51,6 +53,7 @@ def translate(
     return Translation(
         {name: value for name, value in values.items() if isinstance(value, Tensor)},
         {name: value for name, value in values.items() if isinstance(value, Computed)},
+        frozenset(translator.result.own),
         tuple(translator.notes),
         tuple(translator.problems),
     )
@@ -84,13 +87,26 @@ class _Translator:
         self.result = split(base, self.rules, sizes)
         self._note_norms(sizes)
         self._note_padding(base)
-        adapters = {name: value for name, value in plain.tensors.items() if name not in base}
-        translated = translate_adapters(adapters, self.rules, sizes)
-        self.result.tensors |= translated.tensors
-        self.result.unknown += translated.unknown
-        self.problems += [*plain.problems, *self.result.problems, *translated.problems]
-        if self.result.unknown:
-            self.problems.append(self._unknown(self.result.unknown))
+        shapes = self._file_shapes(sizes)
+        stored = {
+            name: value for name, value in plain.tensors.items() if name not in base and isinstance(value, Tensor)
+        }
+        adapters = translate_adapters(stored, self.rules, sizes, shapes)
+        self.result.tensors |= adapters.tensors
+        self.notes += adapters.notes
+        self.problems += [*plain.problems, *self.result.problems, *adapters.problems]
+        unknown = [*self.result.unknown, *adapters.unknown]
+        if unknown:
+            self.problems.append(self._unknown(unknown))
+
+    def _file_shapes(self, sizes: Sizes) -> Mapping[str, Shape]:
+        """The shapes of the base model in the file; where only adapters are stored, as the config tells them."""
+        if self.result.tensors:
+            return {name: value.shape for name, value in self.result.tensors.items()}
+        try:
+            return Architecture(self.family, self.family.heads[0], sizes).hub_shapes() if self.family else {}
+        except ModelError:
+            return {}
 
     def _sizes(self) -> Sizes:
         defaults = self.family.all_defaults() if self.family else None

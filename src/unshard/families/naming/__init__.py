@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from unshard.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ def name_tensors(
     families: Mapping[str, Family],
     *,
     in_file: bool,
+    own: Collection[str],
 ) -> Model:
     """See `families.name_model`."""
     draft = Draft.of(tensors)
@@ -45,5 +46,5 @@ def name_tensors(
     elif options.names != "hub" and reference is None:
         draft.problems.append(UsageError(f"no reference model was found at {options.names}"))
     else:
-        Namer(draft, config, options, families, in_file=in_file).run(reference)
+        Namer(draft, config, options, families, in_file=in_file, own=own).run(reference)
     return draft.finish()

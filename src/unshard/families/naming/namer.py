@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Shape
@@ -34,7 +34,7 @@ class Namer:
 
     `family` describes the model type, if any does; `base` are the shapes of its base model in the file, None where the
     config does not tell them (which is a problem then) or nothing describes the type. `in_file`: the names are those of
-    the file already.
+    the file already. `own`: names that the user gave himself.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class Namer:
         families: Mapping[str, Family],
         *,
         in_file: bool,
+        own: Collection[str],
     ) -> None:
+        self.own = own
         self.in_file = in_file
         self.draft = draft
         self.config = config
@@ -150,9 +152,10 @@ class Namer:
         vocabulary = check_vocabulary(draft.tensors, expected, architecture.sizes.known("vocab_size"))
         if vocabulary is not None:
             draft.problems.append(vocabulary)
-        own = find_own(draft, self.known or ())
+        given = [name for name in self.own if name in draft.tensors and name not in expected]
+        own = tuple(dict.fromkeys((*find_own(draft, self.known or ()), *sorted(given))))
         if own:
-            text = f"tensors that are no parameters of {architecture.name} are written as they are stored"
+            text = f"tensors that are no parameters of {architecture.name} are written all the same"
             draft.note(text, own, level="warning")
         ways_out = dict(_WAYS_OUT)
         if expected.keys() - draft.tensors.keys() == {"lm_head.weight"}:

@@ -33,7 +33,7 @@ class Joiner:
     """Joins shards, tensor by tensor.
 
     ranks, expert_ranks: how many ranks share a dense tensor, and one expert.
-    axes:     the user's own table, for names that ours does not know.
+    axes:     the user's own table, asked before ours.
     cuts:     how often each kind of cut occurred, in words.
     """
 
@@ -100,12 +100,10 @@ class Joiner:
         return found
 
     def _cut_of(self, name: str, shape: Shape, near: Neighbours) -> Cut | None:
-        cut = cut_of(name, shape, near)
-        if cut is None:
-            for pattern, axis in self.axes.items():
-                if re.fullmatch(pattern, name):
-                    return Cut(axis)
-        return cut
+        for pattern, axis in self.axes.items():
+            if re.fullmatch(pattern, name):
+                return Cut(axis)
+        return cut_of(name, shape, near)
 
     def _agree(self, name: str, shards: Sequence[Shard]) -> bool:
         """Whether all shards have one shape and type, as Megatron's even cuts give them; reports where not."""
