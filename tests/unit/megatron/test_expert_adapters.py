@@ -45,11 +45,43 @@ def test_each_expert_gets_its_own_two_matrices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "rows"),
-    [((2, 6), (10, 2)), ((3, 2, 6), (10, 2)), ((3, 2, 6), (2, 10, 2)), ((3, 2, 6), (3, 9, 2)), ((6,), (10,))],
+    ("inner", "rows", "shared"),
+    [((2, 6), (10, 2), 2), ((2, 6), (3, 10, 2), 1), ((3, 2, 6), (10, 2), 1)],
+    ids=["one for all", "shared A", "shared B"],
+)
+def test_what_experts_share_each_of_them_gets(
+    inner: tuple[int, ...], rows: tuple[int, ...], shared: int, tmp_path: Path
+) -> None:
+    """`share_expert_adapters` and `experts_shared_outer_loras` of Megatron-Bridge."""
+    checkpoint, found = translated(tmp_path, inner, rows)
+    assert not found.problems
+    (note,) = found.notes
+    assert len(note.tensors) == shared
+    a, b = [
+        np.frombuffer(gather(tensor, {ROOT: tmp_path}), np.float32).reshape(tensor.shape)
+        for tensor in checkpoint.tensors.values()
+    ]
+    for expert in range(3):
+        module = f"model.layers.1.mlp.experts.{expert}.up_proj"
+        of_one = [gather(found.tensors[f"{module}.lora_{side}.default.weight"], {ROOT: tmp_path}) for side in "AB"]
+        own_b = b[5:] if b.ndim == 2 else b[expert, 5:]
+        assert of_one == [(a if a.ndim == 2 else a[expert]).tobytes(), own_b.tobytes()]
+
+
+@pytest.mark.parametrize(
+    ("inner", "rows", "why"),
+    [
+        ((3, 2, 6), (2, 10, 2), "linear_in has shape [3, 2, 6], linear_out [2, 10, 2]"),
+        ((3, 2, 6), (3, 9, 2), "does not divide by 2"),
+        ((6,), (10,), "linear_in has shape [6], linear_out [10]"),
+        ((4, 2, 6), (4, 10, 2), "is for 4 experts, where config.json says 3"),
+        ((1, 3, 2, 6), (1, 3, 10, 2), "linear_in has shape"),
+        ((0, 2, 6), (0, 10, 2), "experts"),
+    ],
 )
 def test_matrices_that_are_no_stacks_of_experts_are_a_problem(
-    inner: tuple[int, ...], rows: tuple[int, ...], tmp_path: Path
+    inner: tuple[int, ...], rows: tuple[int, ...], why: str, tmp_path: Path
 ) -> None:
     (problem,) = translated(tmp_path, inner, rows)[1].problems
-    assert "decoder.layers.1.mlp.experts.linear_fc1" in problem.message
+    assert "`decoder.layers.1.mlp.experts.linear_fc1.adapter`" in problem.message
+    assert why in problem.message

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.megatron.distributed.adapter_rows import restore_rows
 from unshard.formats.megatron.distributed.keys import rename_experts, split_layers
 from unshard.formats.megatron.experts import stack_experts
 from unshard.formats.megatron.names import strip_wrappers
@@ -37,7 +38,7 @@ def to_canonical(stored: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Se
     """The canonical tensors, and what is wrong with the stored ones."""
     problems: list[UnshardError] = []
     tensors = _join_parts(_take_layers_apart(stored, problems), problems)
-    experts, wrong = stack_experts(tensors)
+    experts, wrong = stack_experts(restore_rows(tensors, problems))
     return experts, (*problems, *wrong)
 
 
