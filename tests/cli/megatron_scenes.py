@@ -136,7 +136,7 @@ SCENES: Mapping[str, tuple[tuple[str, ...], Arrange]] = {
         (
             f"{_MERGE} --parallel tp=2,dp=4,pp=x,tp=3",
             f"{_MERGE} --parallel tp=1,pp=2",
-            f"{_MERGE} --parallel tp=4",
+            f"{_MERGE} --parallel tp=4,etp=4",
             f"{_MERGE} --parallel vpp=2,etp=1",
             "unshard merge CASES/fsdp2_w4/ckpt OUT --parallel tp=2",
             "unshard merge CASES/megatron_legacy_tp2pp2/ckpt OUT --parallel tp=4,pp=2",
