@@ -23,6 +23,24 @@ def transformers_version(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
+def sizes_for_ranks(config: Mapping[str, Any] | None) -> dict[str, int]:
+    """What ranks that record no arguments leave open and a config.json tells, under Megatron-LM's argument names.
+
+    That is the number and size of heads, and the width of an expert, which models without dense layers call
+    intermediate_size.
+    """
+    text = (config or {}).get("text_config")
+    told = {**(config or {}), **(text if isinstance(text, Mapping) else {})}
+    sizes = {name: size for name, size in told.items() if type(size) is int and size > 0}
+    heads, hidden, width = [sizes.get(name) for name in ("num_attention_heads", "hidden_size", "moe_intermediate_size")]
+    known = {
+        "num_attention_heads": heads,
+        "kv_channels": sizes.get("head_dim") or (hidden // heads if hidden and heads else None),
+        "moe_ffn_hidden_size": width or sizes.get("intermediate_size"),
+    }
+    return {name: size for name, size in known.items() if size is not None}
+
+
 def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether the language model's head is the embedding.
 

@@ -15,6 +15,7 @@ from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, r
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
+from unshard.model_config import sizes_for_ranks
 from unshard.model_files import CONFIG
 from unshard.options import MergeOptions
 from unshard.parallel import ARGUMENTS
@@ -63,11 +64,10 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
 
 
 def told_facts(options: MergeOptions, config: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """What the user says of training, under Megatron-LM's argument names; of `config`, the number of heads."""
-    told = {ARGUMENTS[kind]: size for kind, size in options.parallel.items()}
-    heads = (config or {}).get("num_attention_heads") if options.attention_heads is None else options.attention_heads
-    if type(heads) is int:
-        told["num_attention_heads"] = heads
+    """What the user says of training, under Megatron-LM's argument names; of `config`, what ranks may leave open."""
+    told = sizes_for_ranks(config) | {ARGUMENTS[kind]: size for kind, size in options.parallel.items()}
+    if options.attention_heads is not None:
+        told["num_attention_heads"] = options.attention_heads
     if options.key_value_heads is not None:
         told |= {"num_query_groups": options.key_value_heads, "group_query_attention": True}
     return told

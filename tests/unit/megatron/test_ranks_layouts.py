@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,15 @@ def test_experts_without_args(layout: dict[str, Any], told: dict[str, Any], tmp_
     silent = {f"{kind}_model_parallel_size": None for kind in sizes} | {"expert_tensor_parallel_size": None}
     args = silent | {"num_layers": None} | told if told else None
     check(tmp_path, full, args=args, **layout)
+
+
+@pytest.mark.parametrize("config", [{"moe_intermediate_size": 16, "intermediate_size": 40}, {"intermediate_size": 16}])
+@pytest.mark.parametrize("layout", [{"tp": 2, "etp": 1}, {"tp": 4, "etp": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}])
+def test_experts_without_args_beside_a_config(layout: dict[str, int], config: dict[str, int], tmp_path: Path) -> None:
+    """Which ranks share an expert, where the names of directories do not tell: by the width of experts."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "some_moe", **config}))
+    checkpoint = check(tmp_path, random_full.model(2, experts=(0, 1)), args=None, **layout)
+    assert dict(checkpoint.mesh).get("etp", layout["tp"]) == layout.get("etp", layout["tp"])
 
 
 @pytest.mark.parametrize("shape", ["2d", "3d"])

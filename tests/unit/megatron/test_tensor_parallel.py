@@ -129,6 +129,8 @@ class TestToldByShapes:
             (32, 16, {}, REPLICATED),
             (16, 8, {}, COLUMNS),
             (16, 8, {"kv_channels": 4}, COLUMNS),
+            (16, 8, {"kv_channels": 16}, COLUMNS),
+            (16, 8, {"kv_channels": 8}, COLUMNS),
             (16, 16, {"kv_channels": 16}, REPLICATED),
         ],
     )

@@ -32,6 +32,7 @@ from unshard.formats.megatron.ranks.sizes import (
 )
 from unshard.formats.megatron.ranks.tensor_parallel import Neighbours
 from unshard.formats.megatron.sections import join_replicas
+from unshard.model_config import sizes_for_ranks
 from unshard.parallel import ARGUMENTS
 from unshard.tensors import Tensor
 from unshard.words import items_in_words, one_line
@@ -56,7 +57,7 @@ def read_ranks(source: Source, format_name: str) -> Checkpoint:
     beside = look_beside(found.places[0])
     own = _recorded(contents)
     unread = {directory.name for directory in found.directories} - {content.directory.name for content in contents}
-    source = replace(source, told={**_heads(beside.surroundings.config), **source.told})
+    source = replace(source, told={**sizes_for_ranks(beside.surroundings.config), **source.told})
     reading = _Reading(source, contents, unread, {**beside.facts, **own}, problems)
     tensors = reading.read()
     return beside.around(
@@ -92,12 +93,6 @@ def _recorded(contents: Sequence[RankContent]) -> dict[str, Any]:
     """The args of the first rank that has any. `check_one_run` compares those that must be the same on all ranks."""
     facts = next((content.facts for content in contents if content.facts), {})
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _heads(config: Mapping[str, Any] | None) -> Mapping[str, int]:
-    """The number of heads in a config.json beside the ranks, for what needs it and has no args."""
-    heads = (config or {}).get("num_attention_heads")
-    return {"num_attention_heads": heads} if type(heads) is int else {}
 
 
 def _notes(source: Source, found: RankSet, facts: Mapping[str, Any]) -> Iterator[Note]:
@@ -179,7 +174,8 @@ class _Reading:
         self.problems += self.joiner.problems(all_there=not missing)
         tensors, wrong = stack_experts(full)
         self.problems += wrong if not missing else ()
-        self.problems += check_recorded(tensors, self.facts, all_there=not missing)
+        recorded = {name: value for name, value in self.facts.items() if name not in self.told}
+        self.problems += check_recorded(tensors, recorded, all_there=not missing)
         return tensors
 
     def _report_missing(self, names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from unshard.words import count_in_words, items_in_words
 _AS_IT_IS = "correct --parallel, or leave it out: names and files tell"
 ONE_RUN = "files of different runs are mixed, or args were changed: bring together the files of one run"
 _MAX_RANKS = 1 << 16
+_WIDTH = "moe_ffn_hidden_size"
 _COMPARED = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -221,13 +222,14 @@ def settle_expert_tensor(
     """How many ranks share one expert.
 
     columns: of an expert's second matrix on one rank, None where there are no experts. Told by args, by the width of
-    the experts in args, by which directories exist, else as many as share dense layers, Megatron's default. Raises
-    FormatError for more ranks than can be.
+    the experts in args or else in config.json, by which directories exist, else as many as share dense layers,
+    Megatron's default. Raises FormatError for more ranks than can be.
     """
     if columns is None:
         return sizes.tensor
     name = "expert_tensor_parallel_size"
-    said, width = _size(facts, name), _size(facts, "moe_ffn_hidden_size")
+    said, width = _size(facts, name), _size(facts, _WIDTH)
+    in_config, width = (width, None) if _WIDTH in told else (None, width)
     shares = width // columns if width and columns and width % columns == 0 else None
     if said is not None and width is not None and shares != said:
         problems.append(
@@ -244,6 +246,8 @@ def settle_expert_tensor(
         size = said or shares or 1
         _check_number(lcm(sizes.tensor, size * sizes.expert), sizes)
         return size
+    if in_config and columns and in_config % columns == 0 and sizes.tensor % (in_config // columns) == 0:
+        return in_config // columns
     if len(there) < sizes.tensor * sizes.expert:
         for size in [size for size in range(1, sizes.tensor) if sizes.tensor % size == 0]:
             if set(expert_tensor_ranks(sizes, size)) == there:

@@ -84,7 +84,7 @@ def _first_layer(name: str, shape: Shape, near: Neighbours) -> Cut | None:
 def _adapter_out(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     """`linear_out` of an adapter: cut by rows whatever its base is, with the sections of the base."""
     base, _, _ = name.rpartition(".adapter.")
-    if base.endswith("linear_fc1") and name.endswith(".adapter.linear_out.weight"):
+    if base.endswith("linear_fc1") and ".adapter.adapter_" not in name:
         module = base.removesuffix("linear_fc1")
         second = _matrix(near, f"{module}linear_fc2.weight")
         second = second or _matrix(near, f"{module}linear_fc2.adapter.linear_in.weight")
@@ -105,8 +105,7 @@ def _gated_or_plain(shape: Shape, second: Shape | None, near: Neighbours) -> Cut
 
 def _adapter_in(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     """`linear_in` of an adapter: by columns where its base is cut by columns, else by rows, which are LoRA's rank."""
-    base, _, _ = name.rpartition(".adapter.")
-    return ROWS if base.endswith(("linear_proj", "linear_fc2", "out_proj")) else COLUMNS
+    return ROWS if _is_row_parallel(name) else COLUMNS
 
 
 def _sections(name: str, shape: Shape, near: Neighbours) -> Cut | None:
@@ -156,15 +155,21 @@ def _matrix(near: Neighbours, name: str) -> Shape | None:
 
 
 def _head_norm(name: str, shape: Shape, near: Neighbours) -> Cut | None:
-    """q/k norms: of one head, or of the whole projection, then replicated, or cut as the projection is."""
+    """q/k norms: of one head, or of the whole projection, then replicated, or cut as the projection is.
+
+    Both are as long where a rank has one head. Then the other norm tells: those of heads are equally long.
+    """
     module, which, _ = name.rsplit(".", 2)
     projection, fused = (_matrix(near, f"{module}.{linear}.weight") for linear in ("linear_proj", "linear_qkv"))
     if projection is None or fused is None or not shape:
         return REPLICATED
     query = projection[1]
     rows = query if which.startswith("q") else (fused[0] - query) // 2
+    other = near.shapes.get(f"{module}.{'k' if which.startswith('q') else 'q'}_layernorm.weight")
     if shape[0] != rows:
         return REPLICATED
+    if other is not None and other != shape:
+        return COLUMNS
     head = near.facts.get("kv_channels")
     if (
         head is None
@@ -173,7 +178,6 @@ def _head_norm(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     ):
         head = near.facts["hidden_size"] // max(near.facts["num_attention_heads"], 1)
     if head is None:
-        other = near.shapes.get(f"{module}.{'k' if which.startswith('q') else 'q'}_layernorm.weight")
         return REPLICATED if other == shape else COLUMNS
     return REPLICATED if shape[0] == head else COLUMNS
 
@@ -189,10 +193,21 @@ def _output(name: str, shape: Shape, near: Neighbours) -> Cut | None:
     return REPLICATED if rows == 1 else COLUMNS
 
 
+def _adapter_magnitude(name: str, shape: Shape, near: Neighbours) -> Cut | None:
+    """`weight_magnitude` of DoRA: cut as the rows of the base are."""
+    return REPLICATED if _is_row_parallel(name) else _adapter_out(name, shape, near)
+
+
+def _is_row_parallel(name: str) -> bool:
+    """Whether an adapter's base is cut by columns."""
+    return name.rpartition(".adapter.")[0].endswith(("linear_proj", "linear_fc2", "out_proj"))
+
+
 _PREFIX = r"(?:.*\.)?"
 _ENTRIES: tuple[tuple[str, Cut | Teller], ...] = (
     (r"adapter\.(?:adapter_\w+\.)?linear_in\.weight", _adapter_in),
     (r"adapter\.(?:adapter_\w+\.)?linear_out\.weight", _adapter_out),
+    (r"adapter\.weight_magnitude", _adapter_magnitude),
     (r"word_embeddings\.weight", COLUMNS),
     (r"output_layer\.(?:weight|bias)", _output),
     (r"linear_(?:qkv|q|k|v|kv|q_proj|q_up_proj|kv_up_proj)\.(?:weight|bias)", COLUMNS),
