@@ -84,11 +84,11 @@ def _dim(name: str, dims: Mapping[str, int]) -> int | None:
     for end, dim in dims.items():
         if name.endswith(end):
             return dim
-    if name.endswith(".adapter.linear_out.weight"):
-        return 0
-    if name.endswith(".adapter.linear_in.weight"):
-        base = name.removesuffix(".adapter.linear_in.weight") + ".weight"
-        return 1 if base.endswith(ROWS) else 0
+    if ".adapter." in name:
+        by_columns = (name.partition(".adapter.")[0] + ".weight").endswith(ROWS)
+        if name.endswith(".weight_magnitude"):
+            return None if by_columns else 0
+        return 1 if by_columns and name.endswith(".linear_in.weight") else 0
     if name.endswith(COLUMNS):
         return 0
     return 1 if name.endswith(ROWS) else None
@@ -99,18 +99,19 @@ def sections_of(name: str, full: Full) -> tuple[int, ...]:
     rows = full[name].shape[0]
     if is_gated(name, full):
         return rows // 2, rows // 2
-    if re.search(r"\.(in_proj|conv1d)\.weight$", name):
-        key, value, heads = delta_net_sizes(name.rpartition(".")[0].rpartition(".")[0], full)
+    if found := re.fullmatch(r"(.*)\.(in_proj|conv1d)(\.adapter\.linear_out)?\.weight", name):
+        key, value, heads = delta_net_sizes(found[1], full)
         return (key, key, value, value, heads, heads) if "in_proj" in name else (key, key, value)
     return (rows,)
 
 
 def is_gated(name: str, full: Full) -> bool:
     """Whether the tensor is the first layer of a gated MLP: it has twice as many rows as the second has columns."""
-    if ".adapter.linear_in." in name:
+    found = re.fullmatch(r"(.*\.)linear_fc1(\.adapter\.linear_out)?\.(weight|bias|adapter\.weight_magnitude)", name)
+    if found is None:
         return False
-    found = re.fullmatch(r"(.*\.)linear_fc1(\.adapter\.linear_out)?\.(weight|bias)", name)
-    return found is not None and full[name].shape[0] == 2 * full[f"{found[1]}linear_fc2.weight"].shape[1]
+    second = [f"{found[1]}linear_fc2.weight", f"{found[1]}linear_fc2.adapter.linear_in.weight"]
+    return full[name].shape[0] == 2 * next(full[other] for other in second if other in full).shape[1]
 
 
 def delta_net_sizes(module: str, full: Full) -> tuple[int, int, int]:

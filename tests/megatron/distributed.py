@@ -131,8 +131,23 @@ def _shards(key: str, tensor: torch.Tensor, cut: Cut | None, size: int) -> list[
     return [
         Piece(key, shape, tuple(begin if dim == cut.dim else 0 for dim in range(tensor.dim())), part, rank)
         for rank in range(size)
-        for begin, part in cut.parts(tensor, rank, size)
+        for begin, part in _places(key, tensor, cut, rank, size)
     ]
+
+
+def _places(key: str, tensor: torch.Tensor, cut: Cut, rank: int, size: int) -> list[tuple[int, torch.Tensor]]:
+    """Where the pieces of a rank are stored: in their places of the whole, but for some rows of adapters.
+
+    Magnitudes of DoRA, and adapters of a delta net's projection, are stored rank by rank. Adapters of gate or up alone
+    are halved as if they were of both (Megatron-Bridge `peft/dora_layers.py`, `peft/utils.py`).
+    """
+    if re.search(r"\.adapter\.weight_magnitude$|\.in_proj\.adapter\.linear_out\.weight$", key):
+        own = cut.piece(tensor, rank, size)
+        return [(rank * len(own), own)]
+    if re.search(r"\.adapter_(gate|up)\.linear_out\.weight$", key):
+        first, second = cut.piece(tensor, rank, size).chunk(2)
+        return [(rank * len(first), first), ((size + rank) * len(first), second)]
+    return cut.parts(tensor, rank, size)
 
 
 def _local_key(name: str, full: Full) -> str:

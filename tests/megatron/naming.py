@@ -12,7 +12,7 @@ import torch
 Experts = Literal["sequential", "te_grouped", "grouped"]
 """SequentialMLP, TEGroupedMLP, and GroupedMLP, which went with megatron-core 0.16."""
 
-EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12](?:\.adapter(?:\.\w+)*)?)\.(weight|bias)")
 LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d+)(\..*)")
 
 
@@ -62,6 +62,8 @@ def _name_experts(
 ) -> dict[str, torch.Tensor]:
     if kind == "sequential":
         return {f"{module}.local_experts.{n}.{layer}.{parameter}": expert for n, expert in enumerate(experts)}
+    if ".adapter" in layer:
+        return {f"{module}.{layer}.{parameter}": torch.stack(experts)}
     if kind == "te_grouped":
         return {f"{module}.{layer}.{parameter}{n}": expert for n, expert in enumerate(experts)}
     # GroupedMLP multiplies by the transposed matrices, kept one after the other in the memory of one 2-D parameter.

@@ -17,10 +17,10 @@ _LIST_OR_EXPRESSION_KEYS = ("target_modules", "exclude_modules")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The facts of `adapter_config.json` or of verl's `lora_train_meta.json` ({"r", "lora_alpha", "task_type"}).
+    """The facts of `adapter_config.json`, of verl's `lora_train_meta.json`, or of the settings of a run of Megatron's.
 
     source:    the file's name, for messages; "" where there is none.
-    config:    the whole adapter_config.json, without the fields below; empty for the others.
+    config:    the whole adapter_config.json, without the fields below; empty for the others, which tell these alone.
     alpha:     None where it is not known. Zero counts as not known: verl's merger writes it where it has no alpha.
     task_type: PEFT's name for it ("CAUSAL_LM"); None where it is not known.
     """
@@ -44,7 +44,7 @@ def read_recorded(recorded: Mapping[str, Any] | None, given_alpha: float | None)
     recorded = recorded or {}
     problems: list[UnshardError] = []
     is_config = "peft_type" in recorded or "target_modules" in recorded
-    source = ("adapter_config.json" if is_config else "lora_train_meta.json") if recorded else ""
+    source = _name_source(recorded, is_config=is_config) if recorded else ""
     method = _plain(recorded.get("peft_type", "LORA"))
     if method != "LORA":
         problems.append(ModelError(f"{source}: adapters of type {method} are not supported, only LORA"))
@@ -65,6 +65,12 @@ def read_recorded(recorded: Mapping[str, Any] | None, given_alpha: float | None)
         task_type=_plain(recorded.get("task_type")),
         problems=tuple(problems),
     )
+
+
+def _name_source(recorded: Mapping[str, Any], *, is_config: bool) -> str:
+    """The file that facts come from; those of other files than PEFT's and verl's say it themselves (`source`)."""
+    source = recorded.get("source")
+    return "adapter_config.json" if is_config else source if isinstance(source, str) else "lora_train_meta.json"
 
 
 _ALPHA_HINT = "give the lora_alpha of the training run: `--lora-alpha N`"

@@ -109,7 +109,8 @@ class TestCatalog:
     def test_rank_and_alpha_of_the_runs_settings(self, tmp_path: Path) -> None:
         pytest.importorskip("yaml")
         (tmp_path / "run_config.yaml").write_text("model: {num_layers: 2}\npeft: {dim: 8, alpha: 16}\n")
-        assert look_beside(tmp_path).surroundings.adapter == {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
+        facts = {"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM", "source": "run_config.yaml"}
+        assert look_beside(tmp_path).surroundings.adapter == facts
 
     def test_an_exported_adapter_tells_of_itself(self, tmp_path: Path) -> None:
         (tmp_path / "model/dist_ckpt").mkdir(parents=True)

@@ -32,7 +32,7 @@ from unshard.families.steps import (
     Unstack,
 )
 from unshard.tensors import Tensor
-from unshard.words import items_in_lines, names_in_words
+from unshard.words import items_in_lines
 
 _NAME = re.compile(
     r"(?P<base>.+?)\.adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?"
@@ -40,9 +40,8 @@ _NAME = re.compile(
 )
 _PARTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
 """Of canonical LoRA: which part of the base it adapts, and how many there are."""
-_PEFT_NAMES = {"in": "lora_A.default.weight", "out": "lora_B.default.weight", "magnitude": "lora_magnitude_vector"}
+_PEFT_NAMES = {"in": "lora_A", "out": "lora_B", "magnitude": "lora_magnitude_vector"}
 _AXES = {"in": 2, "out": 2, "magnitude": 1}
-_ROW_PARALLEL = (".linear_proj", ".linear_fc2", ".out_proj")
 _MERGE_THERE = "add it into the weights with Megatron-Bridge (examples/peft/merge_lora.py), and merge the result"
 
 
@@ -126,23 +125,20 @@ class _Translator:
         if not {"in", "out"} <= adapter.tensors.keys():
             self.halves.append(f"{adapter} has only {', '.join(adapter.names.values())}")
             return
-        if "magnitude" in adapter.tensors and adapter.base.endswith(_ROW_PARALLEL) and self._ranks() > 1:
+        if "magnitude" in adapter.tensors and _is_cut_by_columns(adapter.tensors["in"]):
             self.partial_norms.append(str(adapter))
             return
         try:
             for module, parts in self._take_apart(adapter, *found):
                 self._check_fit(module, parts)
                 for side, part in parts.items():
-                    self.result.add(f"{module}.{_PEFT_NAMES[side]}", part, (adapter.names[side],))
+                    self.result.add(f"{module}.{_PEFT_NAMES[side]}.default.weight", part, (adapter.names[side],))
         except _InexpressibleError as reason:
             self.inexpressible.append(f"{adapter}: {reason}")
         except ModelError as misfit:
             self.misfits.append(f"{adapter}: {misfit.message}")
         except ValueError as misfit:
             self.misfits.append(f"{adapter}: {misfit}")
-
-    def _ranks(self) -> int:
-        return self.sizes.known("megatron.tensor_model_parallel_size") or 1
 
     def _take_apart(
         self, adapter: _Adapter, rule: Rule, bindings: Mapping[str, str]
@@ -218,9 +214,9 @@ class _Translator:
             yield ModelError(f"no adapter of the Hugging Face model can do what these do:\n{lines}", hint=_MERGE_THERE)
         if self.partial_norms:
             yield ModelError(
-                f"DoRA on {names_in_words(self.partial_norms)} was trained with {self._ranks()} tensor-parallel ranks, "
-                "each of which normalised its own columns of the matrix: there is no DoRA of the whole matrix",
-                hint="train it with one tensor-parallel rank, or leave these modules out",
+                "DoRA was trained with tensor parallelism on matrices that are cut by columns, of which each rank "
+                "normalised its own: that is no DoRA of the whole matrix\n" + items_in_lines(self.partial_norms),
+                hint="train it without tensor parallelism; Megatron-Bridge alone computes as it did",
             )
 
 
@@ -239,6 +235,11 @@ def _run(steps: Sequence[Step | _Pick], tensor: Tensor, parts: int, sizes: Sizes
     for step in steps:
         pieces = step.forward(pieces, parts, sizes)
     return {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
+
+
+def _is_cut_by_columns(inner: Tensor) -> bool:
+    """Whether several tensor-parallel ranks each hold some of A's columns, as they do where the base is cut so."""
+    return len({chunk.box.offsets[-1] for chunk in inner.chunks}) > 1
 
 
 def _check_expressible(adapter: _Adapter, rule: Rule) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from unshard.checkpoint import Checkpoint, Note
 from unshard.errors import UnshardError
-from unshard.formats.megatron.facts import NEMO_CONTEXT, facts_beside
+from unshard.formats.megatron.facts import NEMO_CONTEXT, RUN_CONFIG, facts_beside
 from unshard.formats.surroundings import Surroundings, add_tokenizer, look_around
 
 _EXPORTS = ("hf", "hf_weights", "hf_adapter")
@@ -66,7 +66,7 @@ def look_beside(directory: Path) -> Beside:
     notes: list[Note] = []
     facts = facts_beside(directory, problems, notes)
     found = add_tokenizer(look_around(_places(directory)), _tokenizer_places(directory))
-    adapter = found.adapter or _lora(facts)
+    adapter = found.adapter or _lora(facts, directory)
     return Beside(replace(found, adapter=adapter, problems=(*found.problems, *problems)), facts, tuple(notes))
 
 
@@ -90,8 +90,12 @@ def _tokenizer_places(directory: Path) -> list[Path]:
     return [directory / "tokenizer", *_places(directory), context, *below]
 
 
-def _lora(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Rank and alpha of the adapters that the run's settings tell of, in the words of `lora_train_meta.json`."""
+def _lora(facts: Mapping[str, Any], directory: Path) -> dict[str, Any] | None:
+    """Rank and alpha of the adapters that the run's settings tell of, in the words of `lora_train_meta.json`.
+
+    `source` names the place of the settings, for messages.
+    """
     if "lora_dim" not in facts:
         return None
-    return {"r": facts["lora_dim"], "lora_alpha": facts.get("lora_alpha"), "task_type": "CAUSAL_LM"}
+    source = RUN_CONFIG if (directory / RUN_CONFIG).is_file() else NEMO_CONTEXT
+    return {"r": facts["lora_dim"], "lora_alpha": facts.get("lora_alpha"), "task_type": "CAUSAL_LM", "source": source}

@@ -122,10 +122,14 @@ class Verl:
         if role.dist is not None:
             kind, place = role.dist
             checkpoint = kind.read(_at(source, place))
-            if checkpoint.tensors or exported is None:
+            if checkpoint.tensors or (exported is None and role.adapters is None):
                 return _note_export(_add_adapters(checkpoint, role, source), role)
             notes = [Note(problem.message) for problem in checkpoint.problems]
-        assert exported is not None
+        if exported is None:
+            assert role.adapters is not None
+            checkpoint = VerlAdapter().read(_at(source, role.adapters))
+            text = f"`{DIRECTORY}` holds the adapters, and no base model lies beside them"
+            return replace(checkpoint, notes=(*notes, Note(text), *checkpoint.notes))
         checkpoint = HuggingFace().read(_at(source, exported))
         text = (
             f"the model lies only in `{exported.relative_to(role.place)}`, which is a Hugging Face directory: read it"

@@ -60,8 +60,9 @@ def to_checkpoint(source: Source, stored: Stored, format_name: str, title: str) 
 
 
 def _check_layers(names: Mapping[str, object], facts: Mapping[str, Any]) -> Sequence[UnshardError]:
-    """A problem where another number of layers is stored than training recorded."""
-    layers = {int(found[1]) for name in names if (found := _LAYER.fullmatch(name))}
+    """A problem where another number of layers is stored than training recorded. Not all need an adapter."""
+    base = [name for name in names if ".adapter." not in name]
+    layers = {int(found[1]) for name in base if (found := _LAYER.fullmatch(name))}
     recorded = _count(facts.get("num_layers"))
     if not layers or recorded in (None, max(layers) + 1):
         return ()
