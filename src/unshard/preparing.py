@@ -67,6 +67,9 @@ def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
     problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
     written = split.adapters
+    if translation is not None and written:  # PEFT loads by the names of the running model
+        running = families.name_as_running(checkpoint.tensors, checkpoint.config)
+        written = split_adapters(replace(checkpoint, tensors=running), options).adapters
     if options.fuse_lora:
         fused = adapters.fuse_all(split)
         base, written = fused.tensors, ()

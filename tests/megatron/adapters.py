@@ -87,7 +87,7 @@ class _Draw:
 
 def _adapted(full: Full, linears: Iterable[str]) -> Sequence[str]:
     ends = tuple(f".{linear}.weight" for linear in linears)
-    return [name for name in full if name.endswith(ends) and not name.startswith("vision_model.")]
+    return [name for name in full if name.endswith(ends)]
 
 
 def _pair(at: str, rows: int, columns: int, rank: int, draw: Callable[..., torch.Tensor], dtype: torch.dtype) -> State:

@@ -9,12 +9,14 @@ from unshard.checkpoint import Checkpoint, Shape
 from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
 from unshard.families.registry import Families
-from unshard.families.rules import Rule
+from unshard.families.rules import Rule, join
+from unshard.families.sizes import Sizes
 from unshard.families.template import Family
+from unshard.families.transformers5 import rules_for
 from unshard.model import Model
 from unshard.model_config import is_tied
 from unshard.options import MergeOptions
-from unshard.tensors import Value
+from unshard.tensors import Tensor, Value
 
 if TYPE_CHECKING:
     from unshard.families.megatron.configuration import Derived
@@ -41,6 +43,17 @@ def derive_config(facts: Mapping[str, Any], tensors: Mapping[str, Value]) -> Der
     from unshard.families.megatron import configuration  # late: few merges need it
 
     return configuration.derive_config(facts, tensors)
+
+
+def name_as_running(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Mapping[str, Tensor]:
+    """Tensors under names of the Hugging Face file, and adapters, by the names that the running model has for them.
+
+    As far as these differ in nothing else: what transformers 5 also packs keeps its name.
+    """
+    family = FAMILIES.get(str((config or {}).get("model_type")))
+    rules = family.rules if family else rules_for(config or {})
+    renamed = join(tensors, [rule for rule in rules if not rule.steps], Sizes(config or {})).tensors
+    return {name: value for name, value in renamed.items() if isinstance(value, Tensor)}
 
 
 def name_model(
