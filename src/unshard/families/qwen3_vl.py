@@ -11,7 +11,16 @@ from unshard.families.megatron import vision
 from unshard.families.rules import Rule
 from unshard.families.sizes import Default
 from unshard.families.steps import Transpose
-from unshard.families.template import Block, Contents, Family, SparseLayer, layer_norm, linear, parameter
+from unshard.families.template import (
+    Block,
+    Contents,
+    Family,
+    PackedExperts,
+    SparseLayer,
+    layer_norm,
+    linear,
+    parameter,
+)
 from unshard.families.transformers5 import TRANSPOSED_EXPERTS
 
 VISION_DEFAULTS: Mapping[str, Default] = {
@@ -68,6 +77,18 @@ _MEGATRON: megatron.Rules = (
     *megatron.dense_layer(_LAYER, _HUB_LAYER),
 )
 
+_PACKED = Block("", (qwen2_moe.PACKED, *qwen2_moe.ROUTER), when=PackedExperts())
+_AS_IN_FILE = Block(
+    "",
+    (
+        *qwen2_moe.ROUTER,
+        parameter("experts.gate_up_proj", "num_experts", "hidden_size", "2*moe_intermediate_size"),
+        parameter("experts.down_proj", "num_experts", "moe_intermediate_size", "hidden_size"),
+    ),
+    when=PackedExperts(False),
+)
+"""Transformers 4 ran these experts packed too, but transposed (4.57, `Qwen3VLMoeTextSparseMoeBlock`)."""
+
 DENSE = Family(
     model_type="qwen3_vl",
     prefix="Qwen3VL",
@@ -87,7 +108,7 @@ MOE = Family(
         *decoder(
             *qwen3.ATTENTION,
             qwen2_moe.DENSE,
-            Block("mlp", (qwen2_moe.PACKED, qwen2_moe.SINGLE, *qwen2_moe.ROUTER), when=SparseLayer()),
+            Block("mlp", (_PACKED, _AS_IN_FILE), when=SparseLayer()),
             *NORMS,
             at="model.language_model",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,12 @@ def test_vision_towers(model_type: str, tower: str, tmp_path: Path) -> None:
     merge_and_compare(random_model(config), to_megatron, tmp_path, args=args, tp=2, logits=logits)
 
 
-def test_experts_of_qwen3_vl_moe_lie_in_the_file_as_on_the_hub(tmp_path: Path) -> None:
-    """Packed and transposed; what transformers 5 saves of a model that it did not load is not, and loads as well."""
+@pytest.mark.parametrize("version", ["4.57.1", "5.24.0"])
+def test_experts_of_qwen3_vl_moe_lie_in_the_file_as_on_the_hub(version: str, tmp_path: Path) -> None:
+    """Packed and transposed; what transformers 5 saves of a model that it did not load is not, and loads as well.
+
+    `version` of transformers: the one in config.json, 4 on the hub.
+    """
     config = transformers.Qwen3VLMoeConfig(
         text_config={"num_hidden_layers": 2, **SMALL, **EXPERTS}, vision_config=VISION
     )
@@ -160,6 +165,8 @@ def test_experts_of_qwen3_vl_moe_lie_in_the_file_as_on_the_hub(tmp_path: Path) -
     full = qwen_vl.text_to_megatron(_unpacked(truth), config, moe.to_megatron) | qwen_vl.keep_tower(truth)
     write_legacy(tmp_path / "checkpoint", full, tp=2, ep=2, etp=1)
     config.save_pretrained(tmp_path / "config")
+    file = tmp_path / "config" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "transformers_version": version}))
     typed = ["merge", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--config", str(tmp_path / "config")]
     assert main(typed) == 0
     packed = {name for name in truth if ".mlp.experts." in name}
