@@ -64,12 +64,10 @@ def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
     """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong."""
     checkpoint, translation = translate(checkpoint, options)
     split = split_adapters(checkpoint, options)
-    problems, notes = list(split.problems), [*checkpoint.notes, *split.notes]
+    as_peft = _split_as_running(checkpoint, options) if translation is not None and split.adapters else split
+    problems, notes = list(as_peft.problems), [*checkpoint.notes, *as_peft.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
-    written = split.adapters
-    if translation is not None and written:  # PEFT loads by the names of the running model
-        running = families.name_as_running(checkpoint.tensors, checkpoint.config)
-        written = split_adapters(replace(checkpoint, tensors=running), options).adapters
+    written = as_peft.adapters
     if options.fuse_lora:
         fused = adapters.fuse_all(split)
         base, written = fused.tensors, ()
@@ -111,6 +109,16 @@ def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Sp
     """The base model and the adapters; without adapters, the base model is the checkpoint as it is stored."""
     split = adapters.split(checkpoint, strip_all(checkpoint.tensors), options)
     return split if split.adapters or split.problems else replace(split, base=checkpoint.tensors)
+
+
+def _split_as_running(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:
+    """The same for a checkpoint whose names are those of the file: PEFT loads by the names of the running model.
+
+    Where the base model is not there, its config tells which of its modules have no adapter.
+    """
+    running = families.name_as_running(checkpoint.tensors, checkpoint.config)
+    outline = families.name_as_running(families.outline(checkpoint.config), checkpoint.config)
+    return adapters.split(replace(checkpoint, tensors=running), running, options, outline)
 
 
 def _add_heads(config: Mapping[str, Any], options: MergeOptions) -> Mapping[str, Any]:

@@ -57,8 +57,15 @@ class _Sorted:
     problems: list[UnshardError] = field(default_factory=list)
 
 
-def split(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], options: MergeOptions) -> Split:
+def split(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    options: MergeOptions,
+    outline: Mapping[str, Tensor] | None = None,
+) -> Split:
     """The base model and the adapters among `tensors`: the checkpoint's, without the wrappers of data parallelism.
+
+    outline: the parameters of the base model as far as they are known, for a checkpoint that holds adapters only.
 
     Collects what is wrong in `Split.problems`; an adapter with problems has an incomplete config.
     """
@@ -78,7 +85,7 @@ def split(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], options: MergeO
             _drop_tied_tokens(parts)
         recorded = read_recorded(_recorded_for(checkpoint.adapter, name), options.lora_alpha)
         layers = find_layers(parts, sorted_.base, recorded.config)
-        shown = _shown(layers, sorted_, name, checkpoint.config, base_stays=base_stays)
+        shown = _shown(layers, sorted_, name, checkpoint.config, sorted_.base or outline or {}, base_stays=base_stays)
         completion = complete_config(recorded, shown)
         parts |= _copies(sorted_, layers, completion.config)
         adapters.append(Adapter(name, parts, completion.config))
@@ -144,9 +151,16 @@ def _sort_base(sorted_: _Sorted, name: str, tensor: Tensor, *, adapted: bool) ->
 
 
 def _shown(
-    layers: Layers, sorted_: _Sorted, adapter: str, config: Mapping[str, Any] | None, *, base_stays: bool
+    layers: Layers,
+    sorted_: _Sorted,
+    adapter: str,
+    config: Mapping[str, Any] | None,
+    parameters: Mapping[str, Tensor],
+    *,
+    base_stays: bool,
 ) -> Shown:
-    paths = [name.split(".")[:-1] for name in sorted_.base]
+    """What the tensors show of an adapter; `parameters` are those of the base model, as far as they are known."""
+    paths = [name.split(".")[:-1] for name in parameters]
     return Shown(
         layers=layers.layers,
         saved=sorted_.saved[adapter],
@@ -154,7 +168,7 @@ def _shown(
         modules={".".join(path[:length]) for path in paths for length in range(1, len(path) + 1)},
         weights={
             name.removesuffix(".weight")
-            for name, tensor in sorted_.base.items()
+            for name, tensor in parameters.items()
             if name.endswith(".weight") and tensor.ndim >= 2
         },
         base_stays=base_stays,

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint, Shape
+from unshard.dtypes import F32
+from unshard.errors import ModelError
 from unshard.families.architecture import read_architecture
 from unshard.families.naming import name_tensors
 from unshard.families.registry import Families
@@ -43,6 +45,18 @@ def derive_config(facts: Mapping[str, Any], tensors: Mapping[str, Value]) -> Der
     from unshard.families.megatron import configuration  # late: few merges need it
 
     return configuration.derive_config(facts, tensors)
+
+
+def outline(config: Mapping[str, Any] | None) -> Mapping[str, Tensor]:
+    """The parameters that config.json gives the file, as tensors of no bytes; none where nothing tells them."""
+    architecture = read_architecture(config or {}, FAMILIES)
+    if architecture is None:
+        return {}
+    try:
+        shapes = architecture.hub_shapes() | architecture.hub_head_shapes(tied=False)
+    except ModelError:
+        return {}
+    return {name: Tensor(name, F32, shape, ()) for name, shape in shapes.items()}
 
 
 def name_as_running(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Mapping[str, Tensor]:

@@ -266,6 +266,14 @@ class TestOtherModels:
         case.write(adapters, how, tp=2, **({"homogeneous": False} if how == "torch_dist" else {}))
         case.check(adapters)
 
+    @of("deepseek_v3")
+    def test_experts_beside_dense_layers(self, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+        """PEFT does not load all of these, which is said; the fused model has them all."""
+        adapters = lora(case.full)
+        case.write(adapters, "legacy", tp=2, ep=2)
+        case.assert_holds(read_model(case.merge("--fuse-lora")), add_adapters(case.full, adapters, ALPHA))
+        assert "does not load the adapters of dense layers and shared experts" in capsys.readouterr().out
+
     @of("qwen3_next")
     @pytest.mark.parametrize("how", ["legacy", "torch_dist"])
     def test_delta_net(self, case: Case, how: str) -> None:
@@ -282,6 +290,14 @@ class TestAdaptersAlone:
         output = case.merge()
         settings = json.loads((output / "adapter_config.json").read_text())
         assert (settings["r"], settings["lora_alpha"]) == (4, ALPHA)
+        case.check_peft(case.load_peft(case.place / "truth", output), add_adapters(case.full, adapters, ALPHA))
+
+    @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "qwen3_vl"], indirect=True)
+    def test_of_other_models(self, case: Case) -> None:
+        """PEFT finds every module by the names that adapter_config.json gives, though no base model told them."""
+        adapters = lora(case.full)
+        case.write(adapters, "torch_dist", alone=True, tp=2, homogeneous=False)
+        output = case.merge()
         case.check_peft(case.load_peft(case.place / "truth", output), add_adapters(case.full, adapters, ALPHA))
 
     def test_adapter_only_writes_the_same(self, case: Case) -> None:

@@ -107,7 +107,12 @@ def translate_adapters(
 
 @dataclass(slots=True)
 class _Translator:
-    """One adapter after the other; what is wrong is said of all of them at once."""
+    """One adapter after the other; what is wrong is said of all of them at once.
+
+    experts:    last components of the modules that each expert has.
+    overlooked: modules of these names that are no expert's. PEFT looks for parameters of packed experts by them
+                (huggingface/peft, `_convert_peft_config_moe` in `src/peft/utils/transformers_weight_conversion.py`).
+    """
 
     rules: Sequence[Rule]
     sizes: Sizes
@@ -118,6 +123,12 @@ class _Translator:
     inexpressible: list[str] = field(default_factory=list)
     partial_norms: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    overlooked: list[str] = field(default_factory=list)
+    experts: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rules = [rule for rule in self.rules if _is_of_experts(rule)]
+        self.experts = frozenset([_leaf(part.removesuffix(".weight")) for rule in rules for part in rule.parts])
 
     def add(self, adapter: _Adapter) -> None:
         found = find_rule(f"{adapter.base}.weight", self.rules)
@@ -131,6 +142,8 @@ class _Translator:
         try:
             for module, parts in self._take_apart(adapter, *found):
                 self._check_fit(module, parts)
+                if _leaf(module) in self.experts and not _is_of_experts(found[0]):
+                    self.overlooked.append(module)
                 for side, part in parts.items():
                     self.result.add(f"{module}.{_PEFT_NAMES[side]}.default.weight", part, (adapter.names[side],))
         except _InexpressibleError as reason:
@@ -162,7 +175,7 @@ class _Translator:
 
     def _with_experts(self, adapter: _Adapter, rule: Rule) -> dict[str, Tensor]:
         """Side → tensor, each with an axis of experts where the rule takes one apart; what they share is repeated."""
-        stacked = any(isinstance(step, Unstack) for step in rule.steps)
+        stacked = _is_of_experts(rule)
         shapes = {side: tensor.shape for side, tensor in adapter.tensors.items()}
         counts = {shape[0] for side, shape in shapes.items() if stacked and len(shape) == _AXES[side] + 1}
         if len(counts) > 1 or any(len(shape) - _AXES[side] not in (0, stacked) for side, shape in shapes.items()):
@@ -197,6 +210,12 @@ class _Translator:
     def notes(self) -> Iterator[Note]:
         if self.shared:
             yield Note("experts share these tensors of adapters: each expert got a copy", tuple(self.shared))
+        if self.overlooked:
+            text = (
+                "PEFT 0.21 under transformers 5 does not load the adapters of dense layers and shared experts, which "
+                "it takes for those of experts; --fuse-lora adds them all"
+            )
+            yield Note(text, tuple(self.overlooked), level="warning")
 
     def problems(self) -> Iterator[UnshardError]:
         if self.halves:
@@ -235,6 +254,14 @@ def _run(steps: Sequence[Step | _Pick], tensor: Tensor, parts: int, sizes: Sizes
     for step in steps:
         pieces = step.forward(pieces, parts, sizes)
     return {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
+
+
+def _is_of_experts(rule: Rule) -> bool:
+    return any(isinstance(step, Unstack) for step in rule.steps)
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def _is_cut_by_columns(inner: Tensor) -> bool:
