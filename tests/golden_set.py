@@ -30,6 +30,8 @@ LATER_FORMATS = {
 """Kinds of the larger set, by the start of their names, that no format reads yet: their tests come with it."""
 
 READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_")
+MEGATRON_KINDS = ("megatron_", "mc_")
+"""Kinds whose stored names are Megatron's: of the committed set, and of the larger one."""
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,13 @@ def truth_of(case: GoldenCase) -> Checkpoint:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_stored_names_become_those_of_the_truth(case: GoldenCase) -> None:
     options = MergeOptions(config=case.directory / "truth")
-    checkpoint, computed = translate(open_checkpoint(case.source, options), options)
+    checkpoint, translation = translate(open_checkpoint(case.source, options), options)
     split = split_adapters(checkpoint, options)
     if not split.base:
         pytest.skip("holds an adapter only")
-    model = name_model({**split.base, **computed}, checkpoint.config, options)
+    computed = translation.computed if translation else {}
+    in_file = translation is not None
+    model = name_model({**split.base, **computed}, checkpoint.config, options, in_file=in_file)
     assert not model.problems
     truth = truth_of(case)
     assert {name: value.shape for name, value in model.tensors.items()} == {

@@ -20,7 +20,7 @@ VALUES = {
 
 MAY_KNOW = {
     "tensors": {"dtypes"},
-    "formats": {*VALUES, "files", "wrappers"},
+    "formats": {*VALUES, "files", "model_config", "wrappers"},
     "adapters": {*VALUES, "model_config", "run.functions"},
     "families": {*VALUES, "model_config", "run.functions", "wrappers"},
     "plan": VALUES,
