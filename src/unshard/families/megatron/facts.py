@@ -14,6 +14,14 @@ _SAME = {
     "hidden_size": "hidden_size",
     "num_attention_heads": "num_attention_heads",
 }
+_LAYOUTS = {
+    "rotary_interleaved": "rows of queries and keys are turned in pairs of neighbours, the model turns halves of heads",
+    "moe_mlp_glu_interleave_size": "gates and ups of experts lie in alternating blocks",
+    "moe_shared_expert_glu_interleave_size": "gates and ups of shared experts lie in alternating blocks",
+}
+"""Arguments under which weights lie otherwise, in shapes that do not tell (megatron-core `transformer_config.py`)."""
+_TURNS_NEIGHBOURS = ("glm4",)
+"""Model types that turn pairs of neighbours in transformers too (`modeling_glm4.py`)."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What config.json calls their number, by the family."""
 
@@ -37,6 +45,23 @@ def compare_facts(facts: Mapping[str, Any], sizes: Sizes) -> ModelError | None:
         f"config.json contradicts what training recorded:\n{items_in_lines(lines)}",
         hint="give the config.json of the model that was trained with --config DIR",
     )
+
+
+def other_layouts(facts: Mapping[str, Any], model_type: object) -> str | None:
+    """What training recorded of layouts that no family's rules take apart; None where there is nothing of it."""
+    known = ("rotary_interleaved",) if model_type in _TURNS_NEIGHBOURS else ()
+    lines = [f"{name}: {what}" for name, what in _LAYOUTS.items() if facts.get(name) and name not in known]
+    return f"training recorded layouts that the model does not have:\n{items_in_lines(lines)}" if lines else None
+
+
+def padding_limit(facts: Mapping[str, Any]) -> int | None:
+    """The number of rows, of which training adds fewer to a vocabulary that it pads; None where it is not recorded.
+
+    Rows are a multiple of `make_vocab_size_divisible_by` on each tensor-parallel rank (Megatron-LM
+    `megatron/training/tokenizer/tokenizer.py`).
+    """
+    each, ranks = (_number(facts.get(name)) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size"))
+    return each * ranks if each and ranks else None
 
 
 def _compare_experts(found: int | None, sizes: Sizes) -> Iterator[str]:

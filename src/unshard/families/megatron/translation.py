@@ -12,7 +12,7 @@ from unshard.errors import ModelError, UnshardError
 from unshard.families.architecture import Architecture, count_labels
 from unshard.families.megatron.adapters import translate_adapters
 from unshard.families.megatron.aliases import resolve_alias
-from unshard.families.megatron.facts import compare_facts
+from unshard.families.megatron.facts import compare_facts, other_layouts, padding_limit
 from unshard.families.megatron.heads import find_value_head
 from unshard.families.naming.lists import nearest, summarize
 from unshard.families.rules import Rewritten, Rule, split
@@ -82,6 +82,7 @@ class _Translator:
         if contradiction is not None:
             self.problems.append(contradiction)
             return
+        self._check_layouts()
         plain = self._resolve_aliases(sizes)
         base = {name: value for name, value in plain.tensors.items() if ".adapter" not in name}
         self.result = split(base, self.rules, sizes)
@@ -98,6 +99,15 @@ class _Translator:
         unknown = [*self.result.unknown, *adapters.unknown]
         if unknown:
             self.problems.append(self._unknown(unknown))
+
+    def _check_layouts(self) -> None:
+        """Refuse layouts that the family's rules do not know; the user's own may."""
+        found = other_layouts(self.checkpoint.facts, self.config.get("model_type"))
+        own = self.family is None or len(self.rules) > len(self.family.megatron)
+        if found and own:
+            self.notes.append(Note(f"{found}\nThe rules of --map must account for that", level="warning"))
+        elif found:
+            self.problems.append(ModelError(found, hint=_MAP_HINT))
 
     def _file_shapes(self, sizes: Sizes) -> Mapping[str, Shape]:
         """The shapes of the base model in the file; where only adapters are stored, as the config tells them."""
@@ -137,13 +147,19 @@ class _Translator:
             self.notes.append(Note(text, level="warning"))
 
     def _note_padding(self, base: Mapping[str, Value]) -> None:
-        """Say how many rows of the vocabulary were padding."""
+        """Say how many rows of the vocabulary were padding, and whether those are more than training adds."""
+        limit = padding_limit(self.checkpoint.facts)
         for name, origins in self.result.origins.items():
             stored = base[origins[0]]
             cut = stored.shape[0] - self.result.tensors[name].shape[0] if stored.shape else 0
             if cut > 0 and origins[0].endswith(("word_embeddings.weight", "output_layer.weight")):
                 rows = count_in_words(cut, "row")
-                self.notes.append(Note(f"{rows} of padding cut from the vocabulary of {origins[0]}", (name,)))
+                text = f"{rows} of padding cut from the vocabulary of {origins[0]}"
+                if limit is None or cut < limit:
+                    self.notes.append(Note(text, (name,)))
+                    continue
+                text += f": training adds less than {limit}. Is vocab_size in config.json that of this model?"
+                self.notes.append(Note(text, (name,), "warning"))
 
     def _unknown(self, names: Sequence[str]) -> ModelError:
         """All names that no rule knows, each with the known one that it resembles."""
