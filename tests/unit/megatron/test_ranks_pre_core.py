@@ -112,6 +112,26 @@ def test_an_untied_head_lies_in_the_tree(tmp_path: Path) -> None:
     assert_holds(read(place), full)
 
 
+def test_a_stage_of_its_own_for_the_embedding(tmp_path: Path) -> None:
+    """`--standalone-embedding-stage`: the first pipeline rank has no layers by which its names could be told."""
+    full = model(tied=False)
+    arrange = lambda held: tree(held, **AGES["v2.5"])  # noqa: E731
+    args = ARGS | {"standalone_embedding_stage": True}
+    place = write_legacy(tmp_path, full, pp=1, te=False, extra_state=False, args=args, arrange=arrange)
+    whole = place / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(whole, weights_only=False)
+    state["args"].pipeline_model_parallel_size = 2
+    language_model = state["model"]["language_model"]
+    stages = {"embedding": language_model.pop("embedding")}, language_model
+    for number, stage in enumerate(stages):
+        directory = place / f"mp_rank_00_{number:03d}"
+        directory.mkdir()
+        torch.save({**state, "model": {"language_model": stage}}, directory / whole.name)
+    whole.unlink()
+    whole.parent.rmdir()
+    assert_holds(read(place), full)
+
+
 def test_heads_must_be_known_where_rows_are_in_their_order(tmp_path: Path) -> None:
     arrange = lambda held: tree(held, **AGES["v1.0"])  # noqa: E731
     place = write_legacy(

@@ -194,11 +194,12 @@ class _Reading:
         models: dict[int, list[tuple[RankContent, Coordinates, Mapping[str, Tensor]]]] = defaultdict(list)
         layers: dict[int, set[int]] = defaultdict(set)
         refused: dict[str, UnshardError] = {}
+        pre_core = is_pre_core(name for content in self.contents for model in content.models for name in model)
         for content, place in zip(self.contents, places, strict=True):
             for chunk, model in enumerate(content.models):
                 stage = chunk * sizes.pipeline + place.pipeline
                 try:
-                    core = to_core(model, content.version, self.facts, sizes.tensor) if is_pre_core(model) else model
+                    core = to_core(model, content.version, self.facts, sizes.tensor) if pre_core else model
                 except FormatError as error:
                     refused.setdefault(error.message, error)
                     continue
