@@ -37,7 +37,7 @@ _FUSED = re.compile(r".*\.self_attention\.linear_qkv\.(weight|bias)")
 
 
 def is_pre_core(names: Iterable[str]) -> bool:
-    """Whether these are the names of a model from before megatron-core: a stage with the embedding alone says nothing."""
+    """Whether these are the names of a model from before megatron-core. Those of an embedding alone do not tell."""
     return any(_OF_TREE.fullmatch(name) for name in names)
 
 
