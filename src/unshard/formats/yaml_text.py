@@ -14,6 +14,8 @@ from unshard.formats.huggingface.assets import read_small_file
 INSTALL = "pip install 'unshard[yaml]'"
 _LIMIT = 1 << 20
 """Bytes. What training records is a hundredth of that; the loader takes a second per 100 kB."""
+_MAX_DIGITS = 100
+"""Of an integer. YAML has numbers to the base of 60, which take the square of their length in time."""
 
 
 def can_read_yaml() -> bool:
@@ -32,9 +34,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     import yaml
 
-    loader = type("Loader", (yaml.SafeLoader,), {"flatten_mapping": lambda self, node: None})
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Leave merge keys in their place, where they are refused."""
+
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            if len(node.value) > _MAX_DIGITS:
+                raise ValueError(f"an integer of {len(node.value):,} digits")
+            return int(super().construct_yaml_int(node))
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
-        content = yaml.load(read_small_file(path, _LIMIT), loader)
+        content = yaml.load(read_small_file(path, _LIMIT), Loader)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         line = f" in line {where.line + 1}" if where is not None else ""

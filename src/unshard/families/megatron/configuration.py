@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unshard.dtypes import BY_TORCH_NAME
 from unshard.families.megatron.deriving import Draft
 from unshard.families.megatron.latent import add_latent_attention
 from unshard.families.megatron.outline import Outline, outline
@@ -151,13 +152,18 @@ def _add_common(draft: Draft, model_type: str, name: str, dtypes: list[str]) -> 
         "tie_word_embeddings": _is_tied(draft, head is not None),
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": facts.get("params_dtype") or next(iter(dtypes), None),
+        "torch_dtype": _dtype(facts.get("params_dtype"), dtypes),
     }
     draft.assumptions.append("bos_token_id and eos_token_id are not recorded: generation ends as the tokenizer says")
     if facts.get("swiglu") is None and facts.get("activation_func") is None:
         draft.assumptions.append("the activation function is not recorded: taken to be SiLU")
     if facts.get("normalization", "RMSNorm") != "RMSNorm":
         draft.missing.append(f"a family with {facts['normalization']}")
+
+
+def _dtype(recorded: Any, stored: list[str]) -> str | None:
+    """The dtype that was recorded, if it is one, else the first tensor's."""
+    return recorded if isinstance(recorded, str) and recorded in BY_TORCH_NAME else next(iter(stored), None)
 
 
 def _vocabulary(draft: Draft, rows: int) -> int:

@@ -74,12 +74,12 @@ def _add_experts(draft: Draft) -> None:
 def _add_rotary(draft: Draft) -> None:
     """The rotary base, and YaRN, which is the default of Megatron's latent attention (`MLATransformerConfig`)."""
     draft.config["rope_theta"] = float(draft.assume("rotary_base", 10000))
-    factor = draft.facts.get("rotary_scaling_factor")
+    factor = draft.number("rotary_scaling_factor")
     if draft.facts.get("rope_type") == "rope" or factor is None or factor == 1:
         if draft.facts.get("rope_type") is None:
             draft.assumptions.append("how rotary positions are scaled is not recorded: taken not to be scaled")
         return
-    scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn", "factor": float(factor)}
+    scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn", "factor": factor}
     named = {
         "original_max_position_embeddings": 4096,
         "beta_fast": 32,

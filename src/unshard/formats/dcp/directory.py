@@ -13,7 +13,7 @@ from unshard.tensors import SourceFile
 from unshard.words import names_in_words, ranks_in_words, shorten
 
 METADATA = ".metadata"
-_RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
+_RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 _UNFINISHED = re.compile(r"(__\d{1,9})?\.metadata\.tmp")
 _DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _INTERRUPTED = "the save was interrupted before its end: take the checkpoint of an earlier step"

@@ -12,6 +12,8 @@ from typing import Any
 
 _MEMBER = re.compile(r"(?:Attr\(name=|Key\(key=)'(\w{1,100})'\)")
 _MAX_DEPTH = 8
+_MAX_VALUES = 50_000
+"""Objects that share others can hold very many."""
 _OBJECT = {"_target_": "object"}
 """What stands for an object among values, in the words of NeMo's YAML."""
 
@@ -23,6 +25,7 @@ class ObjectGraph:
         objects = document.get("objects")
         self._objects: Mapping[str, Any] = objects if isinstance(objects, Mapping) else {}
         self._root = document.get("root")
+        self._left = _MAX_VALUES
 
     def members(self, *path: str) -> dict[str, Any]:
         """The members of the object at a path of attributes from the root; {} where there is none."""
@@ -48,6 +51,7 @@ class ObjectGraph:
 
     def _value(self, node: object, depth: int) -> Any:
         """A plain value, a list of such, the name of a function, a class or an enum's member, or `_OBJECT`."""
+        self._left -= 1
         if not isinstance(node, Mapping):
             return node
         if node.get("type") == "leaf":
@@ -56,7 +60,7 @@ class ObjectGraph:
             return _name_of(node)
         held = self._resolve(node)
         items, kind = held.get("items"), held.get("type")
-        if depth > _MAX_DEPTH or not isinstance(items, list) or not isinstance(kind, Mapping):
+        if self._left < 0 or depth > _MAX_DEPTH or not isinstance(items, list) or not isinstance(kind, Mapping):
             return _OBJECT
         if kind.get("name") not in ("list", "tuple") or not all(isinstance(item, list) and item for item in items):
             return _OBJECT

@@ -12,6 +12,8 @@ from unshard.formats.torch_file import Global, Opaque
 _MAX_DEPTH = 8
 _MAX_TEXT = 4096
 _MAX_VALUES = 50_000
+_MAX_INTEGER = 1 << 63
+"""No setting is as large, and Python refuses to print the largest that a file can hold."""
 
 
 def plain_members(recorded: object) -> dict[str, Any]:
@@ -23,7 +25,8 @@ def plain_members(recorded: object) -> dict[str, Any]:
     | a class or a function                                   | its path: "torch.nn.functional.silu"                 |
     | an enum of text values, or one whose member is named    | the value, or the name                               |
     | `{_target_, _call_, _args_}` (Megatron's and NeMo's YAML) | the same, for what it stands for                   |
-    | all else: objects, tensors, enums of numbers, NaN       | is left out, and a list that holds such a value too  |
+    | all else: objects, tensors, enums of numbers, NaN,      | is left out, and a list that holds such a value too  |
+    | integers beyond 64 bits                                 |                                                      |
     """
     members = recorded.state if isinstance(recorded, Opaque) else recorded
     if not isinstance(members, Mapping):
@@ -50,8 +53,10 @@ class _Plainer:
         self.left -= 1
         if self.left < 0 or depth > _MAX_DEPTH:
             return _NOT_PLAIN
-        if value is None or isinstance(value, (bool, int)):
+        if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, int):
+            return value if abs(value) < _MAX_INTEGER else _NOT_PLAIN
         if isinstance(value, float):
             return value if math.isfinite(value) else _NOT_PLAIN
         if isinstance(value, str):

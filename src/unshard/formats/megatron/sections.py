@@ -33,14 +33,18 @@ def join_along(shards: Sequence[Tensor], axis: int) -> Tensor:
     return concat(shards, axis) if len(shards) > 1 else shards[0]
 
 
-def join_sections(shards: Sequence[Tensor], axis: int, sizes: Sequence[int]) -> Tensor:
+def join_sections(
+    shards: Sequence[Tensor], axis: int, sizes: Sequence[int], counts: Sequence[int] | None = None
+) -> Tensor:
     """The shards of all ranks with each section whole; `sizes` are those of the sections in one shard.
 
-    Raises ValueError where the sizes do not add up to the shards' axis.
+    counts: of how many ranks each shard is, where some stand for several. Raises ValueError where the sizes do not add
+    up to the shards' axis.
     """
     if len(shards) == 1:
         return shards[0]
-    split = [shard.split(axis, sizes) for shard in shards]
+    counts = counts or [1] * len(shards)
+    split = [shard.split(axis, [size * count for size in sizes]) for shard, count in zip(shards, counts, strict=True)]
     return concat([parts[section] for section in range(len(sizes)) for parts in split], axis)
 
 

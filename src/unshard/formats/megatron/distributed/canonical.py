@@ -19,6 +19,9 @@ from unshard.formats.state_dict import MAX_ENTRIES
 from unshard.tensors import Tensor, concat
 from unshard.words import names_in_words
 
+_MAX_PIECES = 2_000_000
+"""Of all stacks of layers, when these are taken apart. Megatron saves each layer in pieces of its own, so that taking
+them apart makes no more of them; the largest models come to a third of that."""
 _HALVES = ("w", "v")
 _QKV = ("query", "key", "value")
 _PARTS: tuple[tuple[re.Pattern[str], tuple[str, ...], int], ...] = (
@@ -47,6 +50,7 @@ def _take_layers_apart(stored: Mapping[str, Tensor], problems: list[UnshardError
     tensors: dict[str, Tensor] = {}
     twice: list[str] = []
     depths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    left = _MAX_PIECES
 
     def add(name: str, tensor: Tensor) -> None:
         if name in tensors:
@@ -56,12 +60,15 @@ def _take_layers_apart(stored: Mapping[str, Tensor], problems: list[UnshardError
     for key, tensor in stored.items():
         name = rename_experts(strip_wrappers(key))
         stack = split_layers(name)
+        left -= sum([chunk.box.sizes[0] for chunk in tensor.chunks]) if stack and tensor.shape else 0
         if stack is None:
             add(name, tensor)
         elif not tensor.shape:
             problems.append(FormatError(f"`{key}` should have a row per layer, but is a scalar"))
         elif len(tensors) + tensor.shape[0] > MAX_ENTRIES:
             problems.append(FormatError(f"`{key}`: {tensor.shape[0]:,} layers are too many to be true"))
+        elif left < 0:
+            problems.append(FormatError(f"`{key}`: with its layers there are over {_MAX_PIECES:,} pieces of tensors"))
         else:
             block, rest = stack
             depths[block][tensor.shape[0]].append(key)

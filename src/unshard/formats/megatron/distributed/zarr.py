@@ -7,9 +7,9 @@ specification for the files: `.zarray`, chunks named by their place in the grid,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from unshard.words import items_in_words
 
 ARRAY = ".zarray"
 _MAX_CHUNKS = 1 << 18
+_LISTED = 16
 _DTYPES: dict[str, DType] = {
     "bfloat16": BF16, "<V2": BF16, "|b1": BOOL, "|u1": U8, "|i1": I8, "<i2": I16, "<i4": I32, "<i8": I64, "<u2": U16,
     "<u4": U32, "<u8": U64, "<f2": F16, "<f4": F32, "<f8": F64, "<c8": C64,
@@ -50,6 +51,10 @@ class _Array:
     def grid(self) -> tuple[int, ...]:
         """The number of chunks along each axis."""
         return tuple([-(-size // each) for size, each in zip(self.shape, self.chunk, strict=True)])
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """The places of all chunks in the grid."""
+        return product(*[range(count) for count in self.grid])
 
     def box(self, index: tuple[int, ...]) -> Box:
         """The elements of the chunk at a place of the grid, without those beyond the edge."""
@@ -91,8 +96,8 @@ def _read_array(path: Path) -> _Array:
     if shape is None or chunk is None or len(shape) != len(chunk):
         raise FormatError(f"{path}: a shape of {facts.get('shape')!r} in chunks of {facts.get('chunks')!r}")
     array = _Array(dtype, shape, chunk)
-    if prod(array.grid) > _MAX_CHUNKS:
-        raise FormatError(f"{path}: {prod(array.grid):,} chunks; at most {_MAX_CHUNKS:,} are read")
+    if prod([max(count, 1) for count in array.grid]) > _MAX_CHUNKS:
+        raise FormatError(f"{path}: a grid of {list(array.grid)} chunks; at most {_MAX_CHUNKS:,} are read")
     return array
 
 
@@ -104,27 +109,36 @@ def _counts(value: Any, least: int) -> tuple[int, ...] | None:
 
 def _read_chunks(place: Path, root: str, array: _Array) -> Tensor:
     """The tensor of one array. FormatError for a chunk of another size, IncompleteError for those that are missing."""
-    sizes = {file.name: file.stat().st_size for file in list_directory(place)}
+    sizes = {file.name: file.stat().st_size for file in list_directory(place) if file.name != ARRAY and file.is_file()}
+    _check_grid(place, array, sizes)
     expected = prod(array.chunk) * array.dtype.itemsize
     strides = row_major_strides(array.chunk, array.dtype.itemsize)
     chunks: list[Chunk] = []
-    missing: list[str] = []
-    for index in product(*[range(count) for count in array.grid]):
-        name = ".".join([str(number) for number in index]) or "0"
-        if name not in sizes:
-            missing.append(name)
-        elif sizes[name] != expected:
+    for index in array.indices():
+        name = _chunk_name(index)
+        if sizes[name] != expected:
             raise FormatError(
                 f"{place / name}: has {sizes[name]:,} bytes, but a chunk of {list(array.chunk)} {array.dtype} has "
                 f"{expected:,}",
                 hint="the file was truncated, or is still being written: copy it again, then rerun",
             )
-        else:
-            extent = Extent(SourceFile(root, f"{place.name}/{name}"), 0, strides, array.dtype)
-            chunks.append(Chunk(array.box(index), extent))
+        extent = Extent(SourceFile(root, f"{place.name}/{name}"), 0, strides, array.dtype)
+        chunks.append(Chunk(array.box(index), extent))
+    return Tensor(place.name, array.dtype, array.shape, tuple(chunks))
+
+
+def _check_grid(place: Path, array: _Array, sizes: Mapping[str, int]) -> None:
+    """Raise IncompleteError where chunks are missing. A grid is looked into no further than there are files."""
+    names = map(_chunk_name, islice(array.indices(), len(sizes) + _LISTED))
+    missing = [name for name in names if name not in sizes]
     if missing:
+        count = prod(array.grid)
         raise IncompleteError(
-            f"{place}: {len(missing):,} of {prod(array.grid):,} chunks are missing: {items_in_words(missing)}",
+            f"{place}: {max(len(missing), count - len(sizes)):,} of {count:,} chunks are missing: "
+            f"{items_in_words(missing)}",
             hint="copy the directory again, or take an earlier checkpoint",
         )
-    return Tensor(place.name, array.dtype, array.shape, tuple(chunks))
+
+
+def _chunk_name(index: tuple[int, ...]) -> str:
+    return ".".join([str(number) for number in index]) or "0"

@@ -19,6 +19,7 @@ from unshard.words import items_in_lines
 _STAGE = re.compile(r"model(\d{1,4})")
 _READ = {"model", "args", "checkpoint_version", "iteration"}
 _MAX_DEPTH = 16
+_MAX_STAGES = 10_000
 _LISTED = 20
 _DEQUANTISE = "load the checkpoint in Megatron-LM and save it without --fp8-param-gather"
 
@@ -92,6 +93,8 @@ def _find_models(root: Any, place: str) -> Sequence[Mapping[Any, Any]]:
             models = [root] if any(isinstance(value, StoredTensor) for value in root.values()) else []
     else:
         models = root if isinstance(root, (list, tuple)) else []
+    if len(models) > _MAX_STAGES:
+        raise FormatError(f"{place}: holds {len(models):,} virtual stages, more than any model has layers")
     if not models or not all(isinstance(model, Mapping) for model in models):
         raise FormatError(f"{place}: holds no `model`: neither the state dict of a model nor those of virtual stages")
     return models
@@ -101,9 +104,7 @@ def _tensors(
     state: Mapping[Any, Any], directory: RankDirectory, number: int, skipped: Skipped, unreadable: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a state dict; what is no weight is counted, what cannot be read is described."""
-    for count, (stored, value) in enumerate(_flatten(state)):
-        if count == MAX_ENTRIES:
-            raise FormatError(f"{directory.path}: a state dict of more than {MAX_ENTRIES:,} entries")
+    for stored, value in _flatten(state, directory):
         name = strip_wrappers(stored)
         if skipped.take(name):
             continue
@@ -125,12 +126,19 @@ def _is_quantised(value: Opaque) -> bool:
     return value.cls.module.partition(".")[0] == "transformer_engine" and "Tensor" in value.cls.name
 
 
-def _flatten(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of nested dicts in stored order, keys joined by dots; keys that are no text are left out."""
+def _flatten(state: Mapping[Any, Any], directory: RankDirectory) -> Iterator[tuple[str, Any]]:
+    """The entries of nested dicts in stored order, keys joined by dots; keys that are no text are left out.
+
+    Raises FormatError for more of them than any model has: dicts that share others can hold very many.
+    """
     waiting: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter(state.items()))]
+    seen = 0
     while waiting:
         prefix, entries = waiting[-1]
         for key, value in entries:
+            seen += 1
+            if seen > MAX_ENTRIES:
+                raise FormatError(f"{directory.path}: a state dict of more than {MAX_ENTRIES:,} entries")
             if not isinstance(key, str):
                 continue
             if isinstance(value, Mapping) and len(waiting) < _MAX_DEPTH:

@@ -35,6 +35,7 @@ class Joiner:
     ranks, expert_ranks: how many ranks share a dense tensor, and one expert.
     axes:     the user's own table, asked before ours.
     cuts:     how often each kind of cut occurred, in words.
+    lacking:  names by how many ranks should have them, and which ranks do.
     """
 
     ranks: int
@@ -43,7 +44,7 @@ class Joiner:
     cuts: Counter[str] = field(default_factory=Counter)
     unknown: dict[str, Shape] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    lacking: dict[tuple[int, ...], list[str]] = field(default_factory=lambda: defaultdict(list))
+    lacking: dict[tuple[int, tuple[int, ...]], list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def join(self, name: str, shards: Sequence[Shard], near: Neighbours) -> Tensor | None:
         """The full tensor of shards that bear one name on one stage; None where it cannot be told.
@@ -60,17 +61,16 @@ class Joiner:
         groups: dict[int, list[Tensor]] = defaultdict(list)
         for shard in shards:
             groups[shard.rank].append(shard.tensor)
-        if missing := [rank for rank in range(ranks) if rank not in groups]:
-            self.lacking[tuple(missing)].append(name)
+        if len(groups) < ranks:
+            self.lacking[ranks, tuple(sorted(groups))].append(name)
         words = "whole" if ranks == 1 else str(cut)
         self.cuts[f"experts {words}" if is_expert(name) else words] += 1
         try:
             if cut.axis is None:
                 return join_replicas([shard.tensor for shard in shards]).rename(name)
-            absent = replace(shards[0].tensor, chunks=())
-            parts = [join_replicas(groups.get(rank, [absent])) for rank in range(ranks)]
+            parts, counts = _side_by_side(groups, ranks, cut.axis)
             if cut.sections:
-                return join_sections(parts, cut.axis, cut.sections).rename(name)
+                return join_sections(parts, cut.axis, cut.sections, counts).rename(name)
             return join_along(parts, cut.axis).rename(name)
         except ValueError as error:
             self.wrong.append(str(error))
@@ -93,9 +93,10 @@ class Joiner:
             found.append(
                 IncompleteError(f"shards do not fit together:\n{items_in_lines(self.wrong, _LISTED)}", hint=_ONE_RUN)
             )
-        for ranks, names in self.lacking.items() if all_there else ():
-            words = f"tensor-parallel {ranks_in_words(ranks)}"
-            problem = f"{words} {'have' if len(ranks) > 1 else 'has'} no {names_in_words(names)}, which others have"
+        for (ranks, present), names in self.lacking.items() if all_there else ():
+            missing = set(range(ranks)) - set(present)
+            words = f"tensor-parallel {ranks_in_words(missing)}"
+            problem = f"{words} {'have' if len(missing) > 1 else 'has'} no {names_in_words(names)}, which others have"
             found.append(IncompleteError(problem, hint=_ONE_RUN))
         return found
 
@@ -114,3 +115,25 @@ class Joiner:
             there = "; ".join([f"{dtype} {list(shape)} in {places[0]}" for (dtype, shape), places in kinds.items()])
             self.wrong.append(f"{name}: {there}")
         return len(kinds) == 1
+
+
+def _side_by_side(groups: Mapping[int, Sequence[Tensor]], ranks: int, axis: int) -> tuple[list[Tensor], list[int]]:
+    """The shards of all ranks in their order, and of how many ranks each is.
+
+    Ranks beside each other that have none share one without chunks: args may claim any number of them. Raises
+    ValueError where the shards have no such axis.
+    """
+    one = next(iter(groups.values()))[0]
+    if axis >= one.ndim:
+        raise ValueError(f"{one.name}: a shard of shape {list(one.shape)} has no axis {axis}")
+    parts, counts, first = [], [], 0
+    for rank in (*sorted(groups), ranks):
+        if absent := rank - first:
+            shape = (*one.shape[:axis], one.shape[axis] * absent, *one.shape[axis + 1 :])
+            parts.append(replace(one, shape=shape, chunks=()))
+            counts.append(absent)
+        if rank < ranks:
+            parts.append(join_replicas(groups[rank]))
+            counts.append(1)
+        first = rank + 1
+    return parts, counts

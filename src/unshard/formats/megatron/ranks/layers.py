@@ -14,14 +14,17 @@ from typing import Any
 
 from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.megatron.ranks.sizes import ONE_RUN
+from unshard.words import items_in_words
 
 LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d{1,6})(\..+)")
 """Names with a layer's number that counts from the stage's first layer; vision towers and MTP lie on one stage."""
 
 _DECODER = ("t", "decoder")
 _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
-_MAX_LAYOUT = 1 << 16
+_MAX_STAGES = 1 << 16
+"""Of a model, and layers in a layout that is written out: more than any cluster has ranks."""
 _MAX_DIGITS = 6
+_LISTED = 64
 
 
 def first_layers(
@@ -42,10 +45,11 @@ def first_layers(
         numbers = "; ".join([f"stage {stage} holds {sorted(found[stage])}" for stage in gaps[:4]])
         problems.append(IncompleteError(f"layers are missing between others: {numbers}"))
     if recorded is not None and any(counts[stage] != recorded[stage] for stage in counts):
-        there = [counts.get(stage, "?") for stage in range(stages)]
+        said = items_in_words([f"{count}" for count in recorded], _LISTED)
+        there = items_in_words([f"{counts.get(stage, '?')}" for stage in range(stages)], _LISTED)
         problems.append(
             IncompleteError(
-                f"args put {list(recorded)} layers on the {stages} pipeline stages, but their files hold {there}",
+                f"args put [{said}] layers on the {stages} pipeline stages, but their files hold [{there}]",
                 hint=ONE_RUN,
             )
         )
@@ -76,7 +80,7 @@ def recorded_counts(facts: Mapping[str, Any], ranks: int, chunks: int) -> tuple[
     ranks, chunks: P, the pipeline-parallel size, and V, the virtual stages per rank.
     """
     layers = _count(facts, "num_layers")
-    if layers is None or facts.get("standalone_embedding_stage"):
+    if layers is None or ranks * chunks > _MAX_STAGES or facts.get("standalone_embedding_stage"):
         return None
     if ranks == 1:
         return (layers,) if chunks == 1 else None
@@ -139,7 +143,7 @@ def parse_layout(layout: object) -> tuple[int, ...] | None:
         repeated = [(match[1], match[2]) for match in pattern.finditer(text)]
         if any(len(count) > _MAX_DIGITS for _, count in repeated):
             return None
-        if sum([len(part) * int(count) for part, count in repeated]) > _MAX_LAYOUT:
+        if sum([len(part) * int(count) for part, count in repeated]) > _MAX_STAGES:
             return None
         text = pattern.sub(lambda match: match[1] * int(match[2]), text)
     return tuple([stage.count("t") for stage in text.split("|")]) if not set(text) - set("EtmL|") else None

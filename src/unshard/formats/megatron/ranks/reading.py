@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Note, Shape
@@ -38,6 +39,9 @@ from unshard.tensors import Tensor
 from unshard.words import items_in_words, one_line
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+_MAX_SHARDS = 2_000_000
+"""Tensors on all ranks, each expert by itself. The largest models come to a third of that; a few bytes claim any number
+of experts."""
 
 
 def read_ranks(source: Source, format_name: str) -> Checkpoint:
@@ -190,7 +194,7 @@ class _Reading:
         self.problems.append(IncompleteError(text, hint=hint))
 
     def _stages(self, sizes: Sizes, places: Sequence[Coordinates]) -> dict[int, list[_Held]]:
-        """Stage v * P + p → what each of its ranks holds."""
+        """Stage v * P + p → what each of its ranks holds. Raises FormatError for more tensors than any model has."""
         models: dict[int, list[tuple[RankContent, Coordinates, Mapping[str, Tensor]]]] = defaultdict(list)
         layers: dict[int, set[int]] = defaultdict(set)
         refused: dict[str, UnshardError] = {}
@@ -210,16 +214,21 @@ class _Reading:
         first = first_layers(layers, sizes.pipeline * sizes.virtual, recorded, self.problems)
         experts = self.facts.get("num_experts")
         stages: dict[int, list[_Held]] = defaultdict(list)
+        left = _MAX_SHARDS
         for stage, ranks in sorted(models.items()):
             for content, place, model in ranks:
                 numbered = {_global_name(name, first[stage]): tensor for name, tensor in model.items()}
+                found = name_experts(numbered, place.expert, sizes.expert, experts if type(experts) is int else None)
                 try:
-                    named = dict(
-                        name_experts(numbered, place.expert, sizes.expert, experts if type(experts) is int else None)
-                    )
+                    named = dict(islice(found, left + 1))
                 except FormatError as error:
                     self.problems.append(FormatError(f"{content.directory.path}: {error.message}", hint=error.hint))
                     continue
+                left -= len(named)
+                if left < 0:
+                    raise FormatError(
+                        f"{content.directory.path}: with its experts there are over {_MAX_SHARDS:,} tensors"
+                    )
                 shapes = {name: tensor.shape for name, tensor in named.items()}
                 stages[stage].append(_Held(content.directory.name, place, named, shapes))
         return stages
