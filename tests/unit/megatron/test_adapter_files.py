@@ -10,7 +10,8 @@ import pytest
 from assembled import gather
 from unshard.errors import FormatError, NotACheckpointError, UnshardError
 from unshard.formats.contract import Source
-from unshard.formats.megatron.adapter_files import VerlAdapter, read_adapter_files
+from unshard.formats.megatron.adapter_files import VerlAdapter
+from unshard.formats.megatron.adapter_reading import read_adapter_files
 from unshard.locate import locate
 
 torch = pytest.importorskip("torch")

@@ -23,7 +23,7 @@ from unshard.errors import FormatError, IncompleteError, NotACheckpointError, Un
 from unshard.formats.contract import Format, Source
 from unshard.formats.huggingface.assets import read_config
 from unshard.formats.huggingface.reader import HuggingFace
-from unshard.formats.megatron.adapter_files import DIRECTORY, ROOT, VerlAdapter, read_adapter_files
+from unshard.formats.megatron.adapter_files import DIRECTORY, ROOT, VerlAdapter
 from unshard.formats.megatron.distributed import MegatronDist, MegatronFsdp
 
 _MODEL = "model"
@@ -151,6 +151,8 @@ def _add_adapters(checkpoint: Checkpoint, role: Role, source: Source) -> Checkpo
     if any(_ADAPTER in name for name in checkpoint.tensors):
         text = f"`{DIRECTORY}` holds the adapters once more; those in `{_DIST}` were taken"
         return replace(checkpoint, notes=(*checkpoint.notes, Note(text)))
+    from unshard.formats.megatron.adapter_reading import read_adapter_files  # late: few roles have such files
+
     try:
         found = read_adapter_files(role.adapters, source.add_told(checkpoint.facts), source.axes)
     except UnshardError as error:

@@ -8,10 +8,10 @@ from typing import Any
 
 from unshard.errors import FormatError, UnshardError
 from unshard.formats.dcp import Item, read_item
+from unshard.formats.megatron.distributed.file_names import COMMON
 from unshard.formats.torch_file import read_torch_file
 from unshard.tensors import SourceFile
 
-COMMON = "common.pt"
 COMMON_ITEM = "common_state/shard_0_1"
 """Where newer versions keep it, in a list of one (megatron-core `dist_checkpointing/serialization.py`)."""
 _MEMBERS = ("args", "iteration")

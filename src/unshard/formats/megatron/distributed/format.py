@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.checkpoint import Checkpoint
 from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError
 from unshard.formats.contract import Source
-from unshard.formats.megatron.distributed.probing import SEAL, Finding, find_distributed, is_fsdp
-from unshard.formats.megatron.distributed.reading import ROOT, is_weight, to_checkpoint
-from unshard.formats.megatron.distributed.stored import Stored
-from unshard.formats.megatron.distributed.torch_dist import read_torch_dist
-from unshard.formats.megatron.distributed.zarr import read_zarr
+from unshard.formats.megatron.distributed.file_names import SEAL
+from unshard.formats.megatron.distributed.probing import Finding, find_distributed, is_fsdp
+
+if TYPE_CHECKING:
+    from unshard.formats.megatron.distributed.stored import Stored
 
 _EARLIER = "take an earlier checkpoint of the run, or save this one again"
 
@@ -32,6 +33,8 @@ class MegatronDist:
 
     def read(self, source: Source) -> Checkpoint:
         """The catalog. Raises IncompleteError where the save was cut short so that nothing can be read."""
+        from unshard.formats.megatron.distributed.reading import to_checkpoint  # late: to detect takes little
+
         found = find_distributed(source.path)
         if found is None:
             raise NotACheckpointError(f"{source.path}: no {SEAL} of Megatron-Core lies there")
@@ -53,11 +56,18 @@ class MegatronFsdp:
 
     def read(self, source: Source) -> Checkpoint:
         """The catalog. Raises FormatError where `.metadata` cannot be read."""
+        from unshard.formats.megatron.distributed.reading import is_weight, to_checkpoint
+        from unshard.formats.megatron.distributed.torch_dist import read_torch_dist
+
         stored = read_torch_dist(source, is_weight)
         return to_checkpoint(source, stored, self.name, "Megatron-FSDP fsdp_dtensor")
 
 
 def _read_stored(source: Source, found: Finding) -> Stored:
+    from unshard.formats.megatron.distributed.reading import ROOT, is_weight
+    from unshard.formats.megatron.distributed.torch_dist import read_torch_dist
+    from unshard.formats.megatron.distributed.zarr import read_zarr
+
     if found.backend == "zarr":
         return read_zarr(source.path, ROOT, is_weight)
     if found.backend != "torch_dist":

@@ -9,11 +9,8 @@ from typing import Literal, TypeAlias
 
 from unshard.errors import FormatError
 from unshard.formats.huggingface.assets import read_config
-from unshard.formats.megatron.distributed.common import COMMON
-from unshard.formats.megatron.distributed.zarr import ARRAY
+from unshard.formats.megatron.distributed.file_names import ARRAY, COMMON, SEAL
 
-SEAL = "metadata.json"
-"""Written last: a checkpoint without it is not finished (megatron-core `dist_checkpointing/serialization.py`)."""
 Backend: TypeAlias = Literal["torch_dist", "zarr"]
 
 _BACKEND = "sharded_backend"

@@ -17,11 +17,11 @@ from typing import Any
 from unshard.dtypes import BF16, BOOL, C64, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64, DType
 from unshard.errors import FormatError, IncompleteError
 from unshard.formats.huggingface.assets import list_directory, read_config
+from unshard.formats.megatron.distributed.file_names import ARRAY
 from unshard.formats.megatron.distributed.stored import Stored
 from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor, row_major_strides
 from unshard.words import items_in_words
 
-ARRAY = ".zarray"
 _MAX_CHUNKS = 1 << 18
 _LISTED = 16
 _DTYPES: dict[str, DType] = {

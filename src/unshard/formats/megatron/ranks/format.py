@@ -8,7 +8,6 @@ from pathlib import Path
 from unshard.checkpoint import Checkpoint
 from unshard.formats.contract import Source
 from unshard.formats.megatron.ranks.directories import count_ranks
-from unshard.formats.megatron.ranks.reading import read_ranks
 
 
 class MegatronRanks:
@@ -27,4 +26,6 @@ class MegatronRanks:
 
     def read(self, source: Source) -> Checkpoint:
         """The catalog of all ranks; where one of them is named, of all that it is one of."""
+        from unshard.formats.megatron.ranks.reading import read_ranks  # late: to detect takes little
+
         return read_ranks(source, self.name)
