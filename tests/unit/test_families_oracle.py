@@ -97,6 +97,7 @@ DECODERS: dict[str, list[dict[str, Any]]] = {
     "qwen3_next": NEXT,
     "qwen3_5_text": PLAIN_HYBRID,
     "qwen3_5_moe_text": [{**HYBRID, **SHARED}],
+    "starcoder2": [{}, {"use_bias": False}, {"num_key_value_heads": 1, "tie_word_embeddings": False}],
     "gpt_oss": [{"num_local_experts": 3, "head_dim": 20}, {"num_local_experts": 2, "attention_bias": False}],
     "glm4_moe": [EXPERTS, {**EXPERTS, "head_dim": 20, "attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [*DEEPSEEK, {**LATENT, "mlp_layer_types": ["sparse", "dense"]}],

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping  # noqa
 
 from golden.make.models import randomize  # noqa: E402
 from megatron.checking import ToMegatron, merge_and_compare, random_model  # noqa: E402
-from megatron.from_hf import gemma, glm4, llama, mimo, phi3  # noqa: E402
+from megatron.from_hf import gemma, glm4, llama, mimo, phi3, starcoder2  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -53,6 +53,7 @@ DENSE: dict[str, tuple[ToMegatron, list[dict[str, Any]]]] = {
     "gemma": (gemma.to_megatron, [{**WIDE, **TIED}, {**ONE_GROUP, "head_dim": 8}]),
     "gemma2": (gemma.to_megatron, [{**WIDE, **TIED}, {**GROUPED, "head_dim": 8}]),
     "gemma3_text": (gemma.to_megatron, [{**WIDE, **TIED}, {**GROUPED, "head_dim": 8}]),
+    "starcoder2": (starcoder2.to_megatron, [TIED, {**GROUPED, "tie_word_embeddings": False}, {"use_bias": False}]),
 }
 """By model type: the independent script, and settings over `TEXT`."""
 

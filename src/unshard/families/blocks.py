@@ -28,6 +28,10 @@ NORMS: Contents = (
 )
 
 
+NORM: Contents = (parameter("norm.weight", "hidden_size"),)
+"""The last norm of a decoder."""
+
+
 def attention(bias: Condition | bool = False, output_bias: Condition | bool = False) -> Contents:
     """Grouped-query attention with separate projections; `bias` is that of queries, keys and values."""
     return (
@@ -85,7 +89,7 @@ def experts(count: str, width: str) -> tuple[Block, Block]:
     )
 
 
-def decoder(*layer: Parameter | Block, at: str = "model") -> Contents:
+def decoder(*layer: Parameter | Block, at: str = "model", norm: Contents = NORM) -> Contents:
     """A decoder of `num_hidden_layers` equal layers between embedding and norm."""
     return (
         Block(
@@ -93,7 +97,7 @@ def decoder(*layer: Parameter | Block, at: str = "model") -> Contents:
             (
                 parameter("embed_tokens.weight", "vocab_size", "hidden_size"),
                 Block("layers.{layer}", layer, count="num_hidden_layers"),
-                parameter("norm.weight", "hidden_size"),
+                *norm,
             ),
         ),
     )

@@ -37,6 +37,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": ("qwen3_moe",),
     "qwen3_next": ("qwen3_next",),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_moe"),
+    "starcoder2": ("starcoder2",),
 }
 """Module → the model types (as config.json spells them) that its `FAMILY`, or its `FAMILIES`, describe."""
 

@@ -20,10 +20,10 @@ GROUPED = Sections((_QUERIES_OF_A_GROUP, "head_dim", "head_dim"), groups="num_ke
 """Rows of `linear_qkv`: for each key head its queries, the key, the value (`core/transformer/attention.py`)."""
 
 
-def norm(at: str, to: str, *, zero_centred: bool = False, bias: bool = False) -> Rules:
-    """A norm. `zero_centred`: the model in transformers uses it as 1 + weight."""
+def norm(at: str, to: str, *, zero_centred: bool = False) -> Rules:
+    """A norm, with its bias where it has one. `zero_centred`: the model in transformers uses it as 1 + weight."""
     weight = Rule(f"{at}.weight", (f"{to}.weight",), (Norm(zero_centred),))
-    return (weight, rename(f"{at}.bias", f"{to}.bias")) if bias else (weight,)
+    return weight, rename(f"{at}.bias", f"{to}.bias")
 
 
 def linear(at: str, to: str | tuple[str, ...], *steps: Step) -> Rules:
