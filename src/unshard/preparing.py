@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.collector import collector_paused
-from unshard.errors import ModelError, UsageError, raise_all
-from unshard.formats.huggingface.assets import is_tokenizer_file
+from unshard.errors import UsageError, raise_all
 from unshard.formats.huggingface.target import lay_out
-from unshard.mapping import read_map
 from unshard.model import Model
-from unshard.model_config import class_name
-from unshard.opening import open_checkpoint, open_reference, told_facts
+from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
 from unshard.plan.compiler import compile_plan
 from unshard.plan.moves import Plan
 from unshard.target import Target
 from unshard.tensors import Value
-from unshard.words import items_in_lines
+from unshard.translating import translate
 from unshard.wrappers import strip_all
-
-if TYPE_CHECKING:
-    from unshard.families.megatron.translation import Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +81,6 @@ def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
     return Decision(checkpoint, model, target, (*notes, *target.notes))
 
 
-def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint, Translation | None]:
-    """The checkpoint under the names of transformers, and what became of it; None where nothing had to be translated.
-
-    Raises all that is wrong. Stored names stay where the user wants them.
-    """
-    if checkpoint.dialect == "huggingface" or options.weights_only or options.names == "stored":
-        return checkpoint, None
-    if checkpoint.config is None:
-        checkpoint = derive_config(checkpoint, options)
-    assert checkpoint.config is not None
-    rules = read_map(options.map).rules if options.map else ()
-    translation = families.translate(checkpoint, _add_heads(checkpoint.config, options), rules)
-    raise_all(translation.problems)
-    notes = (*checkpoint.notes, *translation.notes)
-    return replace(checkpoint, tensors=translation.tensors, notes=notes, dialect="huggingface"), translation
-
-
 def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:
     """The base model and the adapters; without adapters, the base model is the checkpoint as it is stored."""
     split = adapters.split(checkpoint, strip_all(checkpoint.tensors), options)
@@ -119,29 +95,3 @@ def _split_as_running(checkpoint: Checkpoint, options: MergeOptions) -> adapters
     running = families.name_as_running(checkpoint.tensors, checkpoint.config)
     outline = families.name_as_running(families.outline(checkpoint.config), checkpoint.config)
     return adapters.split(replace(checkpoint, tensors=running), running, options, outline)
-
-
-def _add_heads(config: Mapping[str, Any], options: MergeOptions) -> Mapping[str, Any]:
-    """The config with the numbers of heads that the user said and it does not have."""
-    said = {"num_attention_heads": options.attention_heads, "num_key_value_heads": options.key_value_heads}
-    return {**{key: heads for key, heads in said.items() if heads is not None}, **config}
-
-
-def derive_config(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
-    """The checkpoint with a config.json made of what training recorded, or the user said in its stead.
-
-    Raises ModelError where that does not do.
-    """
-    derived = families.derive_config({**told_facts(options), **checkpoint.facts}, checkpoint.tensors)
-    if derived.config is None:
-        raise ModelError(
-            "there is no config.json, and none can be derived, for nothing tells:\n" + items_in_lines(derived.missing),
-            hint="give the model's own with --config DIR, or write Megatron's names with --weights-only",
-        )
-    notes = [
-        Note(f"there was no config.json: one for {class_name(derived.config)} was derived from training's arguments")
-    ]
-    notes += [Note(f"config.json: {assumption}", level="warning") for assumption in derived.assumptions]
-    if not any(is_tokenizer_file(asset.path) for asset in checkpoint.assets):
-        notes.append(Note("no tokenizer lies beside the checkpoint: give one with --tokenizer DIR", level="warning"))
-    return replace(checkpoint, config=derived.config, notes=(*checkpoint.notes, *notes))

@@ -12,7 +12,8 @@ from unshard.checkpoint import Checkpoint
 from unshard.families import FAMILIES, expected_shapes, name_model
 from unshard.opening import open_checkpoint, open_reference
 from unshard.options import MergeOptions
-from unshard.preparing import split_adapters, translate
+from unshard.preparing import split_adapters
+from unshard.translating import translate
 
 
 def is_described(case: GoldenCase) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import unshard
 from megatron_bytes import Decoder, write_legacy
 from unshard.errors import ModelError
-from unshard.families.megatron.facts import other_layouts
+from unshard.families.megatron.contradictions import other_layouts
 from unshard.report.report import Report
 
 OWN_RULES = """

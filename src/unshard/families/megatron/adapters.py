@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from unshard.checkpoint import Note, Shape
 from unshard.errors import IncompleteError, ModelError, UnshardError
-from unshard.families.megatron.facts import EXPERTS
+from unshard.families.megatron.contradictions import EXPERTS
 from unshard.families.rules import Rewritten, Rule, find_rule
 from unshard.families.sizes import Sizes
 from unshard.families.steps import (

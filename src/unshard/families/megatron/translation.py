@@ -12,7 +12,7 @@ from unshard.errors import ModelError, UnshardError
 from unshard.families.architecture import Architecture, count_labels
 from unshard.families.megatron.adapters import translate_adapters
 from unshard.families.megatron.aliases import resolve_alias
-from unshard.families.megatron.facts import compare_facts, other_layouts, padding_limit
+from unshard.families.megatron.contradictions import compare_facts, other_layouts, padding_limit
 from unshard.families.megatron.heads import find_value_head
 from unshard.families.naming.lists import nearest, summarize
 from unshard.families.rules import Rewritten, Rule, split
