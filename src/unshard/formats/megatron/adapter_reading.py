@@ -15,10 +15,11 @@ from unshard.formats.megatron.experts import stack_experts
 from unshard.formats.megatron.names import strip_wrappers
 from unshard.formats.megatron.ranks.contents import RankContent
 from unshard.formats.megatron.ranks.directories import RankDirectory
+from unshard.formats.megatron.ranks.expert_ranks import expert_tensor_rank, missing_directories
 from unshard.formats.megatron.ranks.joining import Joiner, Shard
 from unshard.formats.megatron.ranks.layers import LAYER, layers_of, recorded_counts
 from unshard.formats.megatron.ranks.local_experts import is_expert, name_experts
-from unshard.formats.megatron.ranks.sizes import expert_tensor_rank, missing_directories, settle_sizes
+from unshard.formats.megatron.ranks.sizes import settle_sizes
 from unshard.formats.megatron.ranks.tensor_parallel import Neighbours
 from unshard.formats.state_dict import read_whole
 from unshard.formats.torch_file import StoredTensor, read_torch_file

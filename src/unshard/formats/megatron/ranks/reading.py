@@ -17,20 +17,17 @@ from unshard.formats.megatron.names import Skipped
 from unshard.formats.megatron.ranks.checks import check_recorded
 from unshard.formats.megatron.ranks.contents import RankContent, read_rank
 from unshard.formats.megatron.ranks.directories import RankDirectory, RankSet, collect_ranks
+from unshard.formats.megatron.ranks.expert_ranks import (
+    check_collisions,
+    expert_tensor_rank,
+    missing_directories,
+    settle_expert_tensor,
+)
 from unshard.formats.megatron.ranks.joining import Joiner, Shard
 from unshard.formats.megatron.ranks.layers import LAYER, first_layers, layers_of, recorded_counts
 from unshard.formats.megatron.ranks.local_experts import is_expert, name_experts
 from unshard.formats.megatron.ranks.pre_core import is_pre_core, to_core
-from unshard.formats.megatron.ranks.sizes import (
-    Coordinates,
-    Sizes,
-    check_collisions,
-    check_one_run,
-    expert_tensor_rank,
-    missing_directories,
-    settle_expert_tensor,
-    settle_sizes,
-)
+from unshard.formats.megatron.ranks.sizes import Coordinates, Sizes, check_one_run, settle_sizes
 from unshard.formats.megatron.ranks.tensor_parallel import Neighbours
 from unshard.formats.megatron.sections import join_replicas
 from unshard.model_config import sizes_for_ranks
