@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from unshard.checkpoint import Checkpoint
+from unshard.dtypes import F32
+from unshard.errors import FormatError
 from unshard.formats.contract import Source
 from unshard.formats.megatron.ranks import MegatronRanks
-from unshard.formats.megatron.ranks.pre_core import core_name, is_pre_core
+from unshard.formats.megatron.ranks.pre_core import core_name, is_pre_core, to_core
+from unshard.tensors import Tensor
 
 torch = pytest.importorskip("torch")
 
@@ -183,3 +186,9 @@ def test_names(old: str, new: str) -> None:
 def test_a_language_model_beside_a_vision_tower_is_not_old() -> None:
     assert not is_pre_core(["language_model.decoder.layers.0.self_attention.linear_qkv.weight", "vision_model.conv1"])
     assert is_pre_core(["language_model.transformer.layers.0.attention.dense.weight"])
+
+
+def test_rows_of_a_scalar_cannot_be_told_apart() -> None:
+    name = "language_model.encoder.layers.0.self_attention.query_key_value.weight"
+    with pytest.raises(FormatError, match="has 0 rows per rank"):
+        to_core({name: Tensor(name, F32, (), ())}, 0.0, {"num_attention_heads": 1}, 1)

@@ -79,7 +79,7 @@ def _order_rows(tensor: Tensor, version: float, facts: Mapping[str, Any], ranks:
         )
     rows, rest = (*tensor.shape, 0)[0], tensor.shape[1:]
     local, uneven = divmod(heads, ranks)
-    if uneven or not local or rows % (3 * local):
+    if not tensor.shape or uneven or not local or rows % (3 * local):
         raise FormatError(
             f"`{tensor.name}` has {rows} rows per rank, which are no query, key and value of {heads} heads on {ranks} "
             "tensor-parallel ranks",
