@@ -12,8 +12,9 @@ from unshard.tensors import SourceFile, Tensor
 
 Shape: TypeAlias = tuple[int, ...]
 Level: TypeAlias = Literal["note", "warning"]
-Dialect: TypeAlias = Literal["huggingface", "megatron"]
-"""Whose names and layouts the tensors have: the model's in transformers, or Megatron's (see `formats.megatron`)."""
+Dialect: TypeAlias = Literal["huggingface", "megatron", "torchtitan"]
+"""Whose names and layouts the tensors have: the model's in transformers, Megatron's (see `formats.megatron`), or
+torchtitan's own models'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Checkpoint:
     facts:    what the training framework recorded of the model's architecture, under Megatron-LM's argument names
               (`num_query_groups`, `apply_layernorm_1p`, …), as plain JSON values; empty where nothing was recorded.
     skipped:  entries of the state dict that are no tensors, with the reason.
+    excluded: parameters that the model has and that were left out when it was saved, with their shapes: a base model
+              must give them (`--fill-from`), or there is nothing to merge.
     problems: errors that forbid a merge, all of them; `inspect` shows them.
     """
 
@@ -71,6 +74,7 @@ class Checkpoint:
     dialect: Dialect = "huggingface"
     facts: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, Shape] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     problems: tuple[UnshardError, ...] = ()
 

@@ -53,7 +53,8 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
     config = _given_config(options.config)
     shapes = ShapeTeller(reference, config)
     axes, told = _given_axes(options.map), told_facts(options, config)
-    checkpoint = found.read(Source(place, options.also, shapes, shapes.unordered, axes, told))
+    source = Source(place, options.also, shapes, shapes.unordered, axes, told, options.weights or "master")
+    checkpoint = found.read(source)
     problems = (*checkpoint.problems, *_contradictions(checkpoint, options))
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes), problems=problems)
     if place.resolve() != path.resolve():

@@ -14,10 +14,13 @@ from unshard.settings import Settings
 Cast: TypeAlias = Literal["keep", "bf16", "fp16", "fp32"]
 Container: TypeAlias = Literal["safetensors", "bin"]
 VerifyMode: TypeAlias = Literal["full", "sample", "structure"]
+Weights: TypeAlias = Literal["master", "model"]
+"""Of a checkpoint that keeps its parameters twice: the optimizer's fp32 masters, or the low-precision copies."""
 
 DTYPE_CHOICES: tuple[str, ...] = get_args(Cast)
 CONTAINERS: tuple[str, ...] = get_args(Container)
 VERIFY_MODES: tuple[str, ...] = get_args(VerifyMode)
+WEIGHTS_CHOICES: tuple[str, ...] = get_args(Weights)
 
 DEFAULT_SHARD_SIZE = 5_000_000_000
 """Bytes; transformers 4's and the hub's own default."""
@@ -44,6 +47,8 @@ class MergeOptions:
     attention_heads, key_value_heads: used where no config tells; must agree with one that does.
     fuse_lora, adapter_only, lora_alpha: see the LoRA guide.
     shapes_from:    a reference model's directory whose parameter shapes unflatten FSDP1 flat parameters.
+    weights:        "master" or "model", where a checkpoint keeps parameters twice; None: masters where there are any.
+    fill_from:      a base model's directory, for parameters that the checkpoint was saved without.
     parallel:       sizes of Megatron's parallelism (`unshard.parallel`), where the checkpoint leaves them open.
     backend:        what the user says lies there (verl's word); it must agree with what does.
     settings:       how hard to work.
@@ -69,6 +74,8 @@ class MergeOptions:
     adapter_only: bool = False
     lora_alpha: float | None = None
     shapes_from: Path | None = None
+    weights: Weights | None = None
+    fill_from: Path | None = None
     parallel: Mapping[str, int] = field(default_factory=dict)
     backend: str | None = None
     settings: Settings = field(default_factory=Settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from unshard.checkpoint import Checkpoint, Shape
+from unshard.options import Weights
 
 KnownShapes: TypeAlias = Callable[[Mapping[str, Any] | None], Mapping[str, Shape] | None]
 """From a config, the shapes of the model's parameters under their stored names in definition order; None if unknown."""
@@ -26,6 +27,7 @@ class Source:
                   shards lie on tensor-parallel ranks, None where each has a replica: for layouts that do not store it.
     told:         what a person said of training, under Megatron-LM's argument names (`tensor_model_parallel_size`,
                   `num_attention_heads`): it stands in for what the checkpoint does not record.
+    weights:      which of two copies of the parameters is meant, where a checkpoint has both ("master" or "model").
     """
 
     path: Path
@@ -34,6 +36,7 @@ class Source:
     reference: Checkpoint | None = None
     axes: Mapping[str, int | None] = field(default_factory=dict)
     told: Mapping[str, int] = field(default_factory=dict)
+    weights: Weights = "master"
 
     @property
     def roots(self) -> Mapping[str, Path]:
