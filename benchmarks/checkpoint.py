@@ -12,30 +12,40 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from benchmarks import fsdp, megatron
+from benchmarks import dcp, deepspeed, fsdp, megatron
 from benchmarks.models import Shape
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of checkpoint: its models by their size in GB, what writes one, and where its rank files then lie.
+    """A kind of checkpoint: its models by their size in GB, what writes one, and what is where then.
 
-    shards: a directory of the same pieces as torch's DCP saves them for Hugging Face, for its consolidation.
+    source:   the directory that is merged; config: that of its config.json.
+    baseline: the files whose bytes belong to the model: what the baseline copies.
     """
 
     title: str
     shapes: dict[str, Shape]
     write: Callable[[Shape, Path], None]
     source: str
-    rank_files: str
+    baseline: str
     config: str
-    shards: str | None = None
 
 
 KINDS = {
-    "fsdp": Kind("FSDP2, 4 ranks, fp32", fsdp.SHAPES, fsdp.write, "actor", "actor/*.pt", "actor/huggingface", "dcp"),
+    "fsdp": Kind("FSDP2, 4 ranks, fp32", fsdp.SHAPES, fsdp.write, "actor", "actor/*.pt", "actor/huggingface"),
     "megatron": Kind(
         "Megatron-LM, TP 4 x PP 2, bf16", megatron.SHAPES, megatron.write, "run", "run/iter_*/mp_rank_*/*.pt", "hf"
+    ),
+    "dcp": Kind("torch DCP, 4 ranks, fp32", dcp.SHAPES, dcp.write_accelerate, "state", "state/*/*.distcp", "state"),
+    "hf_shards": Kind(
+        "torch's safetensors shards, 4 ranks, fp32", dcp.SHAPES, dcp.write_shards, "shards", "shards/shard-*", "shards"
+    ),
+    "zero2": Kind(
+        "DeepSpeed ZeRO-2, 4 ranks, masters", deepspeed.SHAPES, deepspeed.write_zero2, "run", "masters/rank_*", "run"
+    ),
+    "zero3": Kind(
+        "DeepSpeed ZeRO-3, 4 ranks, masters", deepspeed.SHAPES, deepspeed.write_zero3, "run", "masters/rank_*", "run"
     ),
 }
 
@@ -47,17 +57,18 @@ SIZES = ("0.5", "2")
 class Generated:
     """A checkpoint on the disk.
 
+    name:      of its kind.
     directory: what is merged; `config` is the directory of its config.json.
-    ranks:     its rank files.
+    baseline:  the files that the baseline copies.
     truth:     per dtype ("F32", "BF16") and tensor the xxh3-64 of its bytes.
     """
 
+    name: str
     kind: Kind
     shape: Shape
     directory: Path
     config: Path
-    ranks: tuple[Path, ...]
-    shards: Path | None
+    baseline: tuple[Path, ...]
     truth: dict[str, dict[str, str]]
 
 
@@ -68,12 +79,12 @@ def generate(kind_name: str, size: str, directory: Path) -> Generated:
     if not (root / "truth.json").exists():
         subprocess.run([sys.executable, "-m", "benchmarks.checkpoint", kind_name, size, root], check=True)
     return Generated(
+        kind_name,
         kind,
         kind.shapes[size],
         root / kind.source,
         root / kind.config,
-        tuple(sorted(root.glob(kind.rank_files))),
-        root / kind.shards if kind.shards else None,
+        tuple(sorted(root.glob(kind.baseline))),
         json.loads((root / "truth.json").read_text()),
     )
 

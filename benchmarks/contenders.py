@@ -12,12 +12,29 @@ from pathlib import Path
 from benchmarks.checkpoint import Generated
 
 _CONSOLIDATE = """
-import sys
+import glob, os, sys
 from safetensors import safe_open
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-with safe_open(sys.argv[1] + "/" + sys.argv[3], "pt") as shard:
+source, output = sys.argv[1:]
+with safe_open(min(glob.glob(source + "/shard-*")), "pt") as shard:
     names = list(shard.keys())
-consolidate_safetensors_files(sys.argv[1], sys.argv[2], dict.fromkeys(names, 1), num_threads=2)
+consolidate_safetensors_files(source, output, dict.fromkeys(names, 1), num_threads=2)
+os.sync()
+"""
+_TO_TORCH = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(*sys.argv[1:])
+"""
+_MERGE_WEIGHTS = """
+import sys
+from accelerate.utils import merge_fsdp_weights
+merge_fsdp_weights(*sys.argv[1:])
+"""
+_ZERO_TO_FP32 = """
+import sys
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:], safe_serialization=True)
 """
 
 
@@ -41,7 +58,7 @@ class Contender:
 
 
 def _concatenate(checkpoint: Generated, output: Path) -> str:
-    shards, target = " ".join([shlex.quote(str(path)) for path in checkpoint.ranks]), shlex.quote(str(output))
+    shards, target = " ".join([shlex.quote(str(path)) for path in checkpoint.baseline]), shlex.quote(str(output))
     return f"cat {shards} > {target} && sync {target}"
 
 
@@ -55,7 +72,7 @@ def _unshard(*options: str) -> Callable[[Generated, Path], list[str]]:
 
 
 def contenders(peers: str, checkpoint: Generated) -> list[Contender]:
-    """All of them that read such a checkpoint; `peers` is the Python in which verl and torch are looked for."""
+    """All of them that read such a checkpoint; `peers` is the Python in which other projects are looked for."""
     stored = checkpoint.shape.dtype
     found = [
         Contender("cat SHARDS > file && sync file", _concatenate, None),
@@ -70,26 +87,36 @@ def contenders(peers: str, checkpoint: Generated) -> list[Contender]:
 
 def _peers(python: str, checkpoint: Generated) -> Iterator[Contender]:
     """Other projects' programs for such a checkpoint. None merges Megatron's per-rank files without Megatron itself."""
-    shards = checkpoint.shards
-    if shards is None:
-        return
+    source, stored = checkpoint.directory, checkpoint.shape.dtype
 
-    def verl(checkpoint: Generated, output: Path) -> list[str]:
+    def script(text: str, place: Path, make: bool = False) -> Callable[[Generated, Path], list[str]]:
+        def command(_: Generated, output: Path) -> list[str]:
+            if make:
+                output.mkdir()
+            return [python, "-c", text, str(place), str(output)]
+
+        return command
+
+    def verl(_: Generated, output: Path) -> list[str]:
         merge = [python, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        return [*merge, "--local_dir", str(checkpoint.directory), "--target_dir", str(output)]
+        return [*merge, "--local_dir", str(source), "--target_dir", str(output)]
 
-    yield Contender("verl.model_merger (to bf16, no fsync)", verl, "BF16", "verl.model_merger")
-
-    def consolidate(_: Generated, output: Path) -> list[str]:
-        output.mkdir()
-        return [python, "-c", _CONSOLIDATE, str(shards), str(output), min(shards.iterdir()).name]
-
-    yield Contender(
-        "torch DCP consolidation (no fsync)",
-        consolidate,
-        checkpoint.shape.dtype,
-        "torch.distributed.checkpoint._consolidate_hf_safetensors",
-    )
+    match checkpoint.name:
+        case "fsdp":
+            yield Contender("verl.model_merger (to bf16, no fsync)", verl, "BF16", "verl.model_merger")
+        case "dcp":
+            place = source / "pytorch_model_fsdp_0"
+            merge = script(_MERGE_WEIGHTS, place, make=True)
+            yield Contender("accelerate merge-weights (no fsync)", merge, stored, "accelerate")
+            to_torch = script(_TO_TORCH, place)
+            module = "torch.distributed.checkpoint.format_utils"
+            yield Contender("torch's dcp_to_torch_save (no fsync)", to_torch, None, module)
+        case "hf_shards":
+            module = "torch.distributed.checkpoint._consolidate_hf_safetensors"
+            yield Contender("torch's consolidation, and sync", script(_CONSOLIDATE, source, make=True), stored, module)
+        case "zero2" | "zero3":
+            to_fp32 = script(_ZERO_TO_FP32, source)
+            yield Contender("DeepSpeed's zero_to_fp32 (no fsync)", to_fp32, stored, "deepspeed.utils.zero_to_fp32")
 
 
 def _has(python: str, module: str) -> bool:

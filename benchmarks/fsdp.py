@@ -29,23 +29,20 @@ _TOKENIZER = {
 
 
 def write(shape: Shape, root: Path) -> None:
-    """`actor`, verl's layout, and `dcp`, the same pieces as torch's DCP saves them for Hugging Face."""
-    source, shards = root / "actor", root / "dcp"
+    """`actor`, verl's layout."""
+    source = root / "actor"
     (source / "huggingface").mkdir(parents=True, exist_ok=True)
-    shards.mkdir(exist_ok=True)
     (source / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": _WORLD}))
     (source / "huggingface" / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
     (source / "huggingface" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     for rank in range(_WORLD):
-        shard = shards / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
-        _save_rank(shape, rank, source / f"model_world_size_{_WORLD}_rank_{rank}.pt", shard)
+        _save_rank(shape, rank, source / f"model_world_size_{_WORLD}_rank_{rank}.pt")
 
 
-def _save_rank(shape: Shape, rank: int, path: Path, shard: Path) -> None:
-    """What one rank saves: verl's torch.save of a sharded state dict, and DCP's safetensors file of its pieces."""
+def _save_rank(shape: Shape, rank: int, path: Path) -> None:
+    """What one rank saves: torch.save of a sharded state dict."""
     import torch
     import torch.distributed as dist
-    from safetensors.torch import save_file
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -53,16 +50,11 @@ def _save_rank(shape: Shape, rank: int, path: Path, shard: Path) -> None:
     dist.init_process_group("fake", rank=rank, world_size=_WORLD, store=FakeStore())
     mesh = init_device_mesh("cpu", (_WORLD,), mesh_dim_names=("fsdp",))
     state: dict[str, torch.Tensor] = {}
-    pieces: dict[str, torch.Tensor] = {}
-    offsets: dict[str, dict[str, list[int]]] = {}
     for name, whole in shape.draw():
         step = -(-whole.shape[0] // _WORLD)
         local = torch.from_numpy(whole[rank * step : (rank + 1) * step].copy())
         sizes = torch.Size(whole.shape)
         strides = torch.empty(sizes, device="meta").stride()
         state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=sizes, stride=strides)
-        pieces[name] = local
-        offsets[name] = {"saved_offsets": [rank * step] + [0] * (whole.ndim - 1)}
     torch.save(state, path)
-    save_file(pieces, shard, {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)})
     dist.destroy_process_group()
