@@ -26,6 +26,7 @@ _DENSE = {
     "num_hidden_layers": 1,
     "vocab_size": 67,
 }
+_SMALL = _DENSE | {"hidden_size": 8, "intermediate_size": 13, "vocab_size": 29}
 _EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 1}
 _SECTIONS = {"mrope_section": [1, 1, 0]}
 _ROPE = (
@@ -43,8 +44,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Head counts that two tensor-parallel ranks can share; 7, 9, 17 and 19 rows are those on which FSDP2 over tensor
     # parallelism and a left-to-right reading of the placements part ways.
     "qwen2_7rows": ("Qwen2Config", _DENSE | {"intermediate_size": 7, "vocab_size": 19}),
+    "qwen2_7rows_18": ("Qwen2Config", _DENSE | {"intermediate_size": 7, "vocab_size": 18}),
     "qwen2_9rows": ("Qwen2Config", _DENSE | {"intermediate_size": 9, "vocab_size": 17}),
     "qwen3": ("Qwen3Config", _DENSE | {"head_dim": 6, "num_hidden_layers": 2}),
+    # For checkpoints that hold much besides the weights: optimizers, and a header for each piece.
+    "small_llama": ("LlamaConfig", _SMALL),
+    "small_qwen2": ("Qwen2Config", _SMALL),
+    "small_qwen3": ("Qwen3Config", _SMALL | {"head_dim": 6, "num_hidden_layers": 2}),
     "qwen3_demo": (
         "Qwen3Config",
         {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
