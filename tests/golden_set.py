@@ -15,7 +15,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 COMMITTED = Path(__file__).parent / "golden" / "cases"
@@ -28,6 +28,9 @@ LATER_FORMATS = {
     "ds_": "DeepSpeed ZeRO partitions",
 }
 """Kinds of the larger set, by the start of their names, that no format reads yet: their tests come with it."""
+
+UNIVERSAL_IS_READABLE = False
+"""Whether a format reads what DeepSpeed's `ds_to_universal` writes."""
 
 READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_")
 MEGATRON_KINDS = ("megatron_", "mc_")
@@ -79,11 +82,11 @@ class GoldenCase:
         options = [option.format(case=self.directory) for option in run.options]
         return ["merge", str(self.source), str(output), *options]
 
-    def side_files(self) -> Path | None:
-        """Where the side files of the source lie: beside its tokenizer."""
-        found = sorted(self.directory.glob("ckpt/**/tokenizer.json")) or sorted(
-            self.directory.glob("hf/tokenizer.json")
-        )
+    def side_files(self, run: Run) -> Path | None:
+        """Where the side files of the model lie: with the config that is given, else beside the source's tokenizer."""
+        if "--config" in run.options:
+            return Path(run.options[run.options.index("--config") + 1].format(case=self.directory))
+        found = sorted(self.directory.glob("ckpt/**/tokenizer.json")) or sorted(self.directory.glob("ckpt/config.json"))
         return found[-1].parent if found else None
 
 
@@ -104,7 +107,7 @@ def larger_cases() -> list[GoldenCase]:
     if root is None:
         return []
     directories = sorted(path.parent for path in root.glob("cases/*/case.json"))
-    return [_larger(directory) for directory in directories if _is_readable(directory.name)]
+    return [case for directory in directories if _is_readable(directory.name) for case in _larger(directory)]
 
 
 def _is_readable(name: str) -> bool:
@@ -116,13 +119,30 @@ def _is_readable(name: str) -> bool:
     raise ValueError(f"{name}: a kind of golden checkpoint that tests/golden_set.py does not know")
 
 
-def _larger(directory: Path) -> GoldenCase:
-    runs: tuple[Run, ...] = (Run(),)
-    if (directory / "truth_adapter").is_dir():
-        runs = adapter_runs(adapter_alone="loraonly" in directory.name)
+def _larger(directory: Path) -> Iterator[GoldenCase]:
+    """The checkpoint, and what DeepSpeed's own converter made of it, if it did."""
+    yield GoldenCase(directory.name, directory, directory / "ckpt", _larger_runs(directory))
+    if (directory / "ckpt_universal").is_dir() and UNIVERSAL_IS_READABLE:
+        runs = (Run(("--config", "{case}/ckpt")),)
+        yield GoldenCase(f"{directory.name}_converted", directory, directory / "ckpt_universal", runs)
+
+
+def _larger_runs(directory: Path) -> tuple[Run, ...]:
+    """What the entries of the directory, and the words in its name, say of it."""
+    if (directory / "noconfig").is_dir():
+        bare = Run(("--weights-only",), model="truth_raw")
+        return Run(error="--config"), Run(("--config", "{case}/truth")), bare
+    if directory.name.endswith("_exclfrozen"):
+        return Run(error=r"embed_tokens.*--fill-from"), Run(("--fill-from", "{case}/truth"))
     if (directory / "hf").is_dir():
-        runs = tuple(replace(run, options=("--config", "{case}/hf", *run.options)) for run in runs)
-    return GoldenCase(directory.name, directory, directory / "ckpt", runs)
+        return (Run(("--config", "{case}/hf")),)
+    if (directory / "truth_adapter").is_dir():
+        return adapter_runs(adapter_alone="loraonly" in directory.name)
+    if (directory / "truth_raw").is_dir():  # and a buffer that the low-precision truth leaves out
+        return (Run(model="truth_raw"),)
+    if (directory / "truth16").is_dir():
+        return Run(), Run(("--weights", "model"), model="truth16")
+    return (Run(),)
 
 
 def larger_set() -> Path | None:

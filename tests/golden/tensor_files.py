@@ -27,21 +27,25 @@ class Stored:
         return numpy.frombuffer(self.data, _FLOATS[self.dtype]).astype(numpy.float64).reshape(self.shape)
 
 
-def read_tensors(directory: Path) -> dict[str, Stored]:
-    """All tensors of the `*.safetensors` files that lie directly in `directory`; a name in two files is an error."""
+def read_tensors(directory: Path, *, foreign: bool = False) -> dict[str, Stored]:
+    """All tensors of the `*.safetensors` files that lie directly in `directory`; a name in two files is an error.
+
+    Unless they are `foreign`, by other hands, they must hold the metadata without which transformers does not load.
+    """
     tensors: dict[str, Stored] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        found = _read_file(path)
+        found = _read_file(path, foreign=foreign)
         assert not tensors.keys() & found.keys(), f"{path} repeats names of another file"
         tensors |= found
     return tensors
 
 
-def _read_file(path: Path) -> dict[str, Stored]:
+def _read_file(path: Path, *, foreign: bool) -> dict[str, Stored]:
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
-    assert header.pop("__metadata__") == {"format": "pt"}, f"{path}: transformers reads `format` from the metadata"
+    metadata = header.pop("__metadata__", None)
+    assert foreign or metadata == {"format": "pt"}, f"{path}: transformers reads `format` from the metadata"
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]

@@ -17,6 +17,11 @@ from unshard.errors import IncompleteError
 
 CASES = [*committed_cases(), *larger_cases()]
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
+CHECKPOINT_FILES = re.compile(
+    r"(.*\.(pt|bin|pkl|distcp|safetensors|metadata)|latest|(fsdp_config|lora_train_meta|adapter_config|.*\.index)\.json)"
+)
+"""What lies beside config and tokenizer, and is the checkpoint's own."""
+
 OWN_WORDS = (2, 3, 4, 5, 6, 7, 8)
 """Exit codes of refusals; 1 and 70 would be accidents."""
 
@@ -53,7 +58,7 @@ def test_merge(case: GoldenCase, run: Run, tmp_path: Path, capsys: pytest.Captur
 
 def _check_model(case: GoldenCase, run: Run, output: Path) -> None:
     assert run.model is not None
-    found, truth = read_tensors(output), read_tensors(case.directory / run.model)
+    found, truth = read_tensors(output), read_tensors(case.directory / run.model, foreign=True)
     if run.fused:
         assert_fused(found, truth, read_tensors(case.directory / "truth"))
     else:
@@ -62,11 +67,10 @@ def _check_model(case: GoldenCase, run: Run, output: Path) -> None:
 
 def _check_side_files(case: GoldenCase, run: Run, output: Path) -> set[str]:
     """Config, tokenizer and code come out as they lie in the source, byte for byte; returns their names."""
-    source = case.side_files()
+    source = case.side_files(run)
     if source is None or "--weights-only" in run.options:
         return set()
-    checkpoint_files = re.compile(r".*\.(pt|bin|safetensors)|fsdp_config\.json|lora_train_meta\.json")
-    names = {path.name for path in source.iterdir() if not checkpoint_files.fullmatch(path.name)}
+    names = {path.name for path in source.iterdir() if path.is_file() and not CHECKPOINT_FILES.fullmatch(path.name)}
     if run.model is None:
         names -= {"config.json", "generation_config.json"}
     for name in names:

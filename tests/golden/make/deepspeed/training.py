@@ -53,10 +53,14 @@ def _train_rank(rank: int, model: Any, case: DeepSpeedCase, directory: Path) -> 
     if case.gathered:
         engine.save_16bit_model(str(directory / case.folder))
     masters, low = _gather(engine.module)
-    if rank == 0:
-        _save_truths(masters, case, "fp32", directory, "truth")
-        if case.dtype != "fp32":
-            _save_truths(low, case, case.dtype, directory, "truth16")
+    if rank != 0:
+        return
+    if case.stage == 0:  # if there are masters, nothing in the checkpoint names them
+        _save_truths(low, case, case.dtype, directory, "truth")
+        return
+    _save_truths(masters, case, "fp32", directory, "truth")
+    if case.dtype != "fp32":
+        _save_truths(low, case, case.dtype, directory, "truth16")
 
 
 def _start(model: nn.Module, case: DeepSpeedCase) -> Any:
