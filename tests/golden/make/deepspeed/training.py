@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from peft import PeftModel
@@ -52,7 +53,7 @@ def _train_rank(rank: int, model: Any, case: DeepSpeedCase, directory: Path) -> 
     engine.save_checkpoint(str(directory / case.folder), exclude_frozen_parameters=case.exclude_frozen)
     if case.gathered:
         engine.save_16bit_model(str(directory / case.folder))
-    masters, low = _gather(engine.module)
+    masters, low = _gather(engine)
     if rank != 0:
         return
     if case.stage == 0:  # if there are masters, nothing in the checkpoint names them
@@ -119,18 +120,38 @@ def _step(engine: Any, rank: int) -> None:
     engine.step()
 
 
-def _gather(model: nn.Module) -> tuple[State, State]:
+def _gather(engine: Any) -> tuple[State, State]:
     """All weights, called on every rank: fp32 masters (frozen parameters widened), and what the layers compute with."""
     masters, low = {}, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    in_turn = dict(_masters_in_turn(engine.optimizer)) if engine.zero_round_robin_gradients() else {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         with deepspeed.zero.GatheredParameters([parameter]):
             low[name] = parameter.detach().clone()
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        master = in_turn.get(id(parameter), master)
         widened = low[name].float() if master is None else master.detach().clone()
         masters[name] = widened.reshape(low[name].shape)
-    kept = model.state_dict().keys()
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name in kept}
+        if not torch.equal(masters[name].to(low[name].dtype), low[name]):
+            raise AssertionError(f"{name}: the master is not that of the parameter")
+    kept = engine.module.state_dict().keys()
+    buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers() if name in kept}
     return masters | buffers, low | buffers
+
+
+def _masters_in_turn(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The id of each parameter, and its master, where parameters are dealt out in turn.
+
+    DeepSpeed 0.19.8 lays them out in that order, and looks for their fragments (`safe_get_full_fp32_param`, and
+    `param_slice_mappings` in what it saves) as if they lay in that of the model.
+    """
+    for group, partition in zip(
+        optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+    ):
+        pieces = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, partition.detach())
+        sizes = [parameter.numel() for parameter in group]
+        flat = torch.cat(pieces)[: sum(sizes)]
+        yield from zip(map(id, group), flat.split(sizes), strict=True)
 
 
 @torch.no_grad()
