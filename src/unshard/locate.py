@@ -22,10 +22,11 @@ from unshard.words import items_in_lines, items_in_words
 _MAX_DEPTH = 4
 _MAX_DIRECTORIES = 4096
 _NEVER_ENTERED = re.compile(
-    r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optimizer(_\d+)?|extra|lora_adapter|rollout.*"
+    r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optim(izer)?(_\d+)?|extra(_state)?|(data)?loader|rng"
+    r"|lora_adapter|rollout.*"
 )
-_PIECES = re.compile(r"\.metadata|metadata\.json|common\.pt|.+\.distcp")
-"""Files of a distributed checkpoint of Megatron-Core, none of which can be read by itself."""
+_PIECES = re.compile(r"(__\d+)?\.metadata(\.tmp)?|metadata\.json|common\.pt|.+\.distcp")
+"""Files of distributed checkpoints (torch's DCP, Megatron-Core's), none of which can be read by itself."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _RELEASE = "release"
 """What Megatron-LM's tracker says of a model that was converted, not trained; so is its directory named."""
@@ -77,7 +78,7 @@ def _whole(path: Path) -> Path:
         if not _PIECES.fullmatch(path.name):
             return path
         found = detect(path.absolute().parent)
-        if found is None or not found.name.startswith("megatron"):
+        if found is None or not (found.name == "dcp" or found.name.startswith("megatron")):
             return path
         path = path.absolute().parent
     try:

@@ -49,11 +49,17 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
         raise UsageError(
             f"`--parallel` tells how Megatron's ranks lie, but `{place}` holds {lies}", hint="leave `--parallel` out"
         )
+    if options.model_key and found.name != "dcp":
+        lies = found.detect(place) or found.name
+        raise UsageError(
+            f"`--model-key` chooses among the models of a torch DCP directory, but `{place}` holds {lies}",
+            hint="leave `--model-key` out",
+        )
     reference = open_reference(options.shapes_from) if options.shapes_from else None
     config = _given_config(options.config)
     shapes = ShapeTeller(reference, config)
     axes, told = _given_axes(options.map), told_facts(options, config)
-    source = Source(place, options.also, shapes, shapes.unordered, axes, told, options.weights or "master")
+    source = Source(place, options.also, shapes, shapes.unordered, axes, told, options.weights or "master", options.model_key)
     checkpoint = found.read(source)
     problems = (*checkpoint.problems, *_contradictions(checkpoint, options))
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes), problems=problems)

@@ -47,6 +47,7 @@ class MergeOptions:
     attention_heads, key_value_heads: used where no config tells; must agree with one that does.
     fuse_lora, adapter_only, lora_alpha: see the LoRA guide.
     shapes_from:    a reference model's directory whose parameter shapes unflatten FSDP1 flat parameters.
+    model_key:      where in a training state the model lies ("app.model"), where it holds several; None: it is found.
     weights:        "master" or "model", where a checkpoint keeps parameters twice; None: masters where there are any.
     fill_from:      a base model's directory, for parameters that the checkpoint was saved without.
     parallel:       sizes of Megatron's parallelism (`unshard.parallel`), where the checkpoint leaves them open.
@@ -74,6 +75,7 @@ class MergeOptions:
     adapter_only: bool = False
     lora_alpha: float | None = None
     shapes_from: Path | None = None
+    model_key: str | None = None
     weights: Weights | None = None
     fill_from: Path | None = None
     parallel: Mapping[str, int] = field(default_factory=dict)

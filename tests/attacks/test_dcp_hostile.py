@@ -15,7 +15,8 @@ import pytest
 import dcp_bytes as db
 import torch_bytes as tb
 from unshard.errors import FormatError, UnshardError
-from unshard.formats.dcp import Container, read_container, read_item
+from unshard.formats.dcp.container import Container, read_container
+from unshard.formats.dcp.objects import read_item
 
 WRONG = "torch never writes"
 ONE = db.chunk((0,), (2,))
@@ -199,7 +200,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from unshard.errors import FormatError
-from unshard.formats.dcp import read_container
+from unshard.formats.dcp.container import read_container
 try:
     read_container(Path(sys.argv[1]), "here")
 except FormatError as error:

@@ -62,9 +62,8 @@ def _flip_a_bit(place: Path, cases: Path) -> None:
 
 
 def _lie_elsewhere(place: Path, _cases: Path) -> None:
-    (place / "dcp").mkdir()
-    (place / "dcp" / ".metadata").write_bytes(b"")
-    (place / "dcp" / "__0_0.distcp").write_bytes(b"")
+    (place / "llama").mkdir()
+    (place / "llama" / "model.gguf").write_bytes(b"")
 
 
 SCENES = {
@@ -131,7 +130,7 @@ SCENES = {
     ),
     "error_nothing_there": Scene(("unshard inspect nothing", "unshard merge . OUT")),
     "error_several_candidates": Scene(("unshard merge CASES/fsdp2_w4 OUT",)),
-    "error_foreign_format": Scene(("unshard merge dcp OUT",), _lie_elsewhere),
+    "error_foreign_format": Scene(("unshard merge llama OUT",), _lie_elsewhere),
     "error_backend": Scene(
         (
             "unshard merge --backend megatron --local_dir CASES/fsdp2_w4/ckpt --target_dir OUT",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dcp_bytes as db
 from unshard.errors import IncompleteError
-from unshard.formats.dcp import read_container
+from unshard.formats.dcp.container import read_container
 from unshard.plan.coverage import prove_coverage
 
 

@@ -12,8 +12,10 @@ import dcp_bytes as db
 import torch_bytes as tb
 from unshard import dtypes
 from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError
-from unshard.formats.dcp import Container, Folder, read_container, read_item
 from unshard.formats.dcp import payloads as payloads_module
+from unshard.formats.dcp.container import Container, read_container
+from unshard.formats.dcp.directory import Folder
+from unshard.formats.dcp.objects import read_item
 from unshard.formats.torch_file import Opaque
 from unshard.plan.coverage import prove_coverage
 from unshard.tensors import SourceFile

@@ -13,7 +13,8 @@ import pytest
 
 import dcp_bytes as db
 from assembled import gather
-from unshard.formats.dcp import Container, read_container, read_item
+from unshard.formats.dcp.container import Container, read_container
+from unshard.formats.dcp.objects import read_item
 from unshard.formats.dcp.uneven import Written, settle
 from unshard.plan.coverage import prove_coverage
 from unshard.tensors import Box

@@ -151,7 +151,7 @@ class TestNothing:
     @pytest.mark.parametrize(
         ("files", "words"),
         [
-            (["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp"], "torch DCP directory"),
+            (["model/flax_model.msgpack"], "a Flax model"),
             (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed ZeRO"),
             (["global_step7/mp_rank_00_model_states.pt"], "DeepSpeed"),
             (["dist_ckpt/common.pt", "dist_ckpt/metadata.json"], "Megatron-Core"),

@@ -235,6 +235,10 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         help="a reference model whose parameter shapes unflatten FSDP1 flat parameters",
     )  # fmt: skip
     group.add_argument(
+        "--model-key", metavar="KEY",
+        help="the model among those of a torch DCP directory, by its place in the training state (model, app.ema)",
+    )  # fmt: skip
+    group.add_argument(
         "--parallel", type=parallel, default={}, metavar="tp=N,…",
         help=f"sizes of Megatron's parallelism ({', '.join(ARGUMENTS)}), where neither args nor names tell",
     )  # fmt: skip

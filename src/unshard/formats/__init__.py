@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unshard.formats.contract import Format
+from unshard.formats.dcp import Dcp
 from unshard.formats.fsdp import Fsdp
 from unshard.formats.full import FullStateDict
 from unshard.formats.huggingface.reader import HuggingFace
@@ -17,6 +18,7 @@ FORMATS: tuple[Format, ...] = (
     Verl(),
     MegatronDist(),
     MegatronFsdp(),
+    Dcp(),
     VerlAdapter(),
     HuggingFace(),
     FullStateDict(),

@@ -28,6 +28,7 @@ class Source:
     told:         what a person said of training, under Megatron-LM's argument names (`tensor_model_parallel_size`,
                   `num_attention_heads`): it stands in for what the checkpoint does not record.
     weights:      which of two copies of the parameters is meant, where a checkpoint has both ("master" or "model").
+    model_key:    where in a training state the model lies ("app.model"), where there are several; None: it is found.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Source:
     axes: Mapping[str, int | None] = field(default_factory=dict)
     told: Mapping[str, int] = field(default_factory=dict)
     weights: Weights = "master"
+    model_key: str | None = None
 
     @property
     def roots(self) -> Mapping[str, Path]:

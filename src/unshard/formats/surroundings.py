@@ -45,7 +45,8 @@ def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
     """What lies in these directories, in their `huggingface/` (verl), and in so many parents of the first of them.
 
     The first place with the config of a model wins; parents count only with such a config (accelerate keeps it beside
-    or above its ranks). Without any, what lies in `huggingface/` or in the first directory is taken.
+    or above its ranks). Without any, what lies in `huggingface/` or in the first directory is taken. Facts of an
+    adapter may lie one level above (Trainer saves them beside accelerate's directory of the model).
     """
     problems: list[UnshardError] = []
     places = [place for directory in directories for place in (directory / _HUGGINGFACE, directory) if place.is_dir()]
@@ -60,7 +61,7 @@ def look_around(directories: Sequence[Path], parents: int = 0) -> Surroundings:
         except FormatError as error:
             problems.append(error)
         break
-    adapter = read_adapter_facts(directories, problems)
+    adapter = read_adapter_facts([*directories, *above[:1]], problems)
     return Surroundings(config, assets, roots, adapter, tuple(problems))
 
 

@@ -67,7 +67,7 @@ class Side:
 def open_place(path: Path, options: MergeOptions) -> Checkpoint:
     """The catalog of a side. What the options say of a checkpoint does not hold for models that lie there whole."""
     if HuggingFace().detect(path) is not None:
-        options = replace(options, backend=None, also=(), shapes_from=None, config=None, parallel={})
+        options = replace(options, backend=None, also=(), shapes_from=None, config=None, model_key=None, parallel={})
     catalog = open_checkpoint(path, options)
     raise_all(catalog.problems)
     return catalog

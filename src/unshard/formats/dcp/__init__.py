@@ -1,7 +1,8 @@
-"""Directories of torch.distributed.checkpoint (DCP): `.metadata` beside `.distcp` files, read without PyTorch."""
+"""Directories of torch.distributed.checkpoint (DCP): `.metadata` beside `.distcp` files, read without PyTorch.
 
-from unshard.formats.dcp.container import Container, read_container
-from unshard.formats.dcp.directory import Folder
-from unshard.formats.dcp.objects import Item, read_item
+`container` reads any of them, for the formats that are built on it; `format` is that of models of transformers.
+"""
 
-__all__ = ["Container", "Folder", "Item", "read_container", "read_item"]
+from unshard.formats.dcp.format import Dcp
+
+__all__ = ["Dcp"]

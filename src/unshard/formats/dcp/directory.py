@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 
 from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError, command_line
-from unshard.formats.dcp.metadata import Metadata, TensorEntry, read_metadata
+from unshard.formats.dcp.file_names import METADATA, RANK_METADATA, UNFINISHED, is_dcp_file, rank_of
+from unshard.formats.dcp.metadata import Metadata, Recorded, TensorEntry, read_metadata
 from unshard.tensors import SourceFile
 from unshard.words import names_in_words, ranks_in_words, shorten
 
-METADATA = ".metadata"
-_RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
-_UNFINISHED = re.compile(r"(__\d{1,9})?\.metadata\.tmp")
-_DATA = re.compile(r"__(\d{1,9})_\d+\.distcp")
-_INTERRUPTED = "the save was interrupted before its end: take the checkpoint of an earlier step"
+_EARLIER = "take the checkpoint of an earlier step"
+_INTERRUPTED = f"the save was interrupted before its end: {_EARLIER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +54,45 @@ class Directory:
         """The same for a file that is missing: where it should be."""
         return self.folders[0].path / name, self.folders[0].file(name)
 
-    def read_metadata(self, wanted: Callable[[str], bool]) -> tuple[Metadata, list[UnshardError]]:
-        """What the one `.metadata` says, or those of all ranks together, and what is wrong with them.
+    def read_metadata(self) -> list[Recorded]:
+        """What the one `.metadata` says, or those of all ranks.
 
         Raises NotACheckpointError and IncompleteError where there are none, FormatError where one cannot be read.
         """
         whole = self.find(METADATA)
         if whole is not None:
-            return read_metadata(*whole, wanted), []
-        names = {name for folder in self.folders for name in _names_in(folder.path)}
-        ranks = {int(match[1]): match[0] for name in names if (match := _RANK_METADATA.fullmatch(name))}
+            return [read_metadata(*whole)]
+        names = self._names()
+        ranks = sorted([(int(match[1]), name) for name in names if (match := RANK_METADATA.fullmatch(name))])
         if not ranks:
             raise self._no_metadata(names)
-        merged = _Merged()
-        for _, name in sorted(ranks.items()):
-            place = self.find(name)
-            if place is not None:
-                merged.add(name, read_metadata(*place, wanted))
-        missing = {rank for name in names if (rank := rank_of(name)) is not None} | set(range(max(ranks)))
-        missing -= ranks.keys()
-        if missing:
-            text = f"{self.folders[0].path}: every rank has metadata of its own; those of {ranks_in_words(missing)}"
-            merged.problems.append(IncompleteError(f"{text} are missing", hint=_INTERRUPTED))
-        return merged.metadata, merged.problems
+        return [read_metadata(*place) for _, name in ranks if (place := self.find(name)) is not None]
+
+    def check(self) -> Iterator[UnshardError]:
+        """Problems that show in the names of the files: saves that were cut short, files that are there twice."""
+        names = self._names()
+        described = {int(match[1]) for name in names if (match := RANK_METADATA.fullmatch(name))}
+        unfinished = [name for name in names if UNFINISHED.fullmatch(name)]
+        if METADATA not in names and described:
+            missing = {rank for name in names if (rank := rank_of(name)) is not None} | set(range(max(described)))
+            if missing := missing - described:
+                text = f"{self.folders[0].path}: every rank has metadata of its own; those of {ranks_in_words(missing)}"
+                yield IncompleteError(f"{text} are missing", hint=_INTERRUPTED)
+        elif unfinished:
+            text = f"{self.folders[0].path}: there is {unfinished[0]} beside the metadata: a later save was"
+            yield IncompleteError(f"{text} interrupted, and files may be of either", hint=_EARLIER)
+        for name in sorted(filter(is_dcp_file, names)):
+            places = [folder.path / name for folder in self.folders if (folder.path / name).exists()]
+            if len(places) > 1 and not all(place.samefile(places[0]) for place in places):
+                found = " and ".join([str(place) for place in places])
+                yield IncompleteError(f"{name} is there twice: {found}", hint="leave out the root that does not belong")
+
+    def _names(self) -> set[str]:
+        return {name for folder in self.folders for name in _names_in(folder.path)}
 
     def _no_metadata(self, names: Iterable[str]) -> UnshardError:
         place = self.folders[0].path
-        unfinished = [name for name in names if _UNFINISHED.fullmatch(name)]
+        unfinished = [name for name in names if UNFINISHED.fullmatch(name)]
         if unfinished:
             return IncompleteError(f"{place}: there is {unfinished[0]}, but no {METADATA}", hint=_INTERRUPTED)
         if any(rank_of(name) is not None for name in names):
@@ -93,12 +103,6 @@ class Directory:
         )
 
 
-def rank_of(name: str) -> int | None:
-    """The rank that wrote the file `__{rank}_{n}.distcp`; None for files of other names."""
-    match = _DATA.fullmatch(name.rpartition("/")[2])
-    return int(match[1]) if match else None
-
-
 def _names_in(folder: Path) -> list[str]:
     try:
         return [path.name for path in folder.iterdir()]
@@ -107,22 +111,23 @@ def _names_in(folder: Path) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Merged:
+class Merged:
     """The metadata of several ranks as one: their pieces side by side. Of objects, the lowest rank's are taken."""
 
     metadata: Metadata = field(default_factory=Metadata)
     problems: list[UnshardError] = field(default_factory=list)
 
-    def add(self, name: str, part: Metadata) -> None:
+    def add(self, file: SourceFile, part: Metadata) -> None:
+        """Take those of one more rank, which `file` holds."""
         whole = self.metadata
-        self._add_tensors(name, part.tensors)
+        self._add_tensors(file, part.tensors)
         whole.skipped |= part.skipped
         whole.objects = {**part.objects, **whole.objects}
         whole.paths = {**part.paths, **whole.paths}
         whole.extra = {**part.extra, **whole.extra}
         whole.files |= part.files
 
-    def _add_tensors(self, file: str, tensors: Mapping[str, TensorEntry]) -> None:
+    def _add_tensors(self, file: SourceFile, tensors: Mapping[str, TensorEntry]) -> None:
         differing = []
         for name, entry in tensors.items():
             known = self.metadata.tensors.get(name)

@@ -8,7 +8,8 @@ moved between releases, and Megatron-Core has had a subclass of the root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -73,11 +74,26 @@ class TensorEntry:
     pieces: list[Piece]
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Which entries there are, before the pieces of any are looked at.
+
+    tensors: name → bytes of the whole tensor; 0 where its type or shape is none of ours.
+    objects: names of the entries that are no tensors.
+    paths:   name → its path in the nested state dict; empty where none was recorded.
+    """
+
+    tensors: Mapping[str, int]
+    objects: Collection[str] = ()
+    paths: Mapping[str, Steps] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Metadata:
     """The content of one metadata file, or of those of all ranks.
 
-    tensors:  the tensors that were asked for; `skipped` are the names of the others.
+    tensors:  the tensors that were asked for.
+    skipped:  the others, with the bytes of each.
     objects:  entries that are no tensors; None where the metadata do not say where one was written.
     paths:    name → its path in the nested state dict.
     extra:    attributes that torch does not know.
@@ -85,7 +101,7 @@ class Metadata:
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    skipped: set[str] = field(default_factory=set)
+    skipped: dict[str, int] = field(default_factory=dict)
     objects: dict[str, Place | None] = field(default_factory=dict)
     paths: dict[str, Steps] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -99,14 +115,37 @@ class NoStorages:
         raise FormatError("the metadata refer to the storage of a tensor")
 
 
-def read_metadata(path: Path, file: SourceFile, wanted: Callable[[str], bool]) -> Metadata:
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A metadata file that was read, but whose pieces were not decoded yet. `size` is that of the file in bytes."""
+
+    file: SourceFile
+    size: int
+    outline: Outline
+    _root: Opaque
+
+    def decode(self, wanted: Callable[[str], bool]) -> Metadata:
+        """Its content, with the pieces of the tensors that are wanted. FormatError where these are damaged."""
+        with _naming(self.file):
+            return _decode(self._root, self.outline, wanted, self.size)
+
+
+def read_metadata(path: Path, file: SourceFile) -> Recorded:
     """Read one metadata file. FormatError, which names it, where it is damaged or hostile."""
-    try:
+    with _naming(file):
         with open_slice(path) as source:
             if source.size > MOST_BYTES:
                 raise FormatError(f"has {source.size:,} bytes; at most {MOST_BYTES:,} are read")
             data = source.read(0, source.size)
-        return _decode(_unpickle(data, file), wanted, len(data))
+        root = _unpickle(data, file)
+        return Recorded(file, len(data), _outline(root), root)
+
+
+@contextmanager
+def _naming(file: SourceFile) -> Iterator[None]:
+    """Errors within name the file."""
+    try:
+        yield
     except FormatError as error:
         hint = error.hint or "copy the file again, or take an earlier checkpoint"
         raise FormatError(f"{file}: {error.message}", hint=hint) from error.__cause__
@@ -123,45 +162,67 @@ def _unpickle(data: bytes, file: SourceFile) -> Any:
     return root
 
 
-def _decode(root: Any, wanted: Callable[[str], bool], size: int) -> Metadata:
-    """The content of the root object of a pickle of `size` bytes."""
+def _outline(root: Any) -> Outline:
     entries = root.get("state_dict_metadata") if isinstance(root, Opaque) else None
     if not isinstance(entries, dict):
         raise FormatError("not the metadata of torch.distributed.checkpoint")
-    places = _places(root.get("storage_data"))
-    found = Metadata(files={place.path for place in places.values()})
-    pieces_left = size // BYTES_PER_PIECE
+    tensors: dict[str, int] = {}
+    objects: dict[str, None] = {}
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise FormatError("an entry has a name that is no text")
         kind = entry.cls.name if isinstance(entry, Opaque) else type(entry).__name__
         if kind == "BytesStorageMetadata":
-            found.objects[name] = places.get((name, None))
-        elif kind != "TensorStorageMetadata":
-            raise FormatError(f"`{name}` is of a kind that we do not know: {kind}")
-        elif wanted(name):
-            chunks = entry.get("chunks")
-            pieces_left -= len(chunks) if isinstance(chunks, list) else 0
-            if pieces_left < 0:
-                raise FormatError("its tensors have more pieces than it has room for: many share one list of them")
-            found.tensors[name] = _tensor(name, entry, places)
+            objects[name] = None
+        elif kind == "TensorStorageMetadata":
+            tensors[name] = _size_in_bytes(entry)
         else:
-            found.skipped.add(name)
-    found.paths = dict(_paths(root.get("planner_data")))
+            raise FormatError(f"`{name}` is of a kind that we do not know: {kind}")
+    return Outline(tensors, objects.keys(), dict(_paths(root.get("planner_data"))))
+
+
+def _decode(root: Opaque, outline: Outline, wanted: Callable[[str], bool], size: int) -> Metadata:
+    """The content of the root object of a pickle of `size` bytes."""
+    entries = root.get("state_dict_metadata")
+    places = _places(root.get("storage_data"))
+    found = Metadata(files={place.path for place in places.values()}, paths=dict(outline.paths))
+    found.objects = {name: places.get((name, None)) for name in outline.objects}
+    pieces_left = size // BYTES_PER_PIECE
+    for name, size_in_bytes in outline.tensors.items():
+        if not wanted(name):
+            found.skipped[name] = size_in_bytes
+            continue
+        chunks = entries[name].get("chunks")
+        pieces_left -= len(chunks) if isinstance(chunks, list) else 0
+        if pieces_left < 0:
+            raise FormatError("its tensors have more pieces than it has room for: many share one list of them")
+        found.tensors[name] = _tensor(name, entries[name], places)
     found.extra = {key: value for key, value in root.state.items() if key not in TORCH_KEYS and key != PLANS}
     return found
 
 
-def _tensor(name: str, entry: Opaque, places: Mapping[Index, Place]) -> TensorEntry:
-    properties, shape, chunks = entry.get("properties"), entry.get("size"), entry.get("chunks")
+def _size_in_bytes(entry: Opaque) -> int:
+    dtype, shape = _dtype(entry), entry.get("size")
+    return prod(shape) * dtype.itemsize if isinstance(dtype, DType) and _are_counts(shape) else 0
+
+
+def _dtype(entry: Opaque) -> DType | str | None:
+    """The element type, or torch's name of it; None where none is recorded."""
+    properties = entry.get("properties")
     state = properties.state if isinstance(properties, Opaque) else None
-    if not _are_counts(shape) or not isinstance(chunks, list) or not isinstance(state, tuple) or not state:
+    found = state[0] if isinstance(state, tuple) and state else None
+    dtype = found.path if isinstance(found, Global) else found
+    return dtype if isinstance(dtype, (DType, str)) else None
+
+
+def _tensor(name: str, entry: Opaque, places: Mapping[Index, Place]) -> TensorEntry:
+    dtype, shape, chunks = _dtype(entry), entry.get("size"), entry.get("chunks")
+    if not _are_counts(shape) or not isinstance(chunks, list):
         raise FormatError(f"`{name}` is described in a way that torch never writes")
     if prod([max(count, 1) for count in shape]) > LARGEST:
         raise FormatError(f"`{name}` of shape {shape} has too many elements")
-    dtype = state[0].path if isinstance(state[0], Global) else state[0]
-    if not isinstance(dtype, (DType, str)):
-        raise FormatError(f"`{name}` has elements of no type")
+    if dtype is None:
+        raise FormatError(f"`{name}` is described in a way that torch never writes: with elements of no type")
     pieces = []
     for chunk in chunks:
         offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Opaque) else (None, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unshard.errors import FormatError, UnshardError
-from unshard.formats.dcp import Item, read_item
+from unshard.formats.dcp.objects import Item, read_item
 from unshard.formats.megatron.distributed.file_names import COMMON
 from unshard.formats.torch_file import read_torch_file
 from unshard.tensors import SourceFile

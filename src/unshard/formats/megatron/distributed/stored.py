@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from unshard.checkpoint import Note
 from unshard.errors import UnshardError
-from unshard.formats.dcp import Item
+from unshard.formats.dcp.objects import Item
 from unshard.tensors import Tensor
 
 

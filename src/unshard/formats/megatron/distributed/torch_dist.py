@@ -13,7 +13,8 @@ from typing import Any
 
 from unshard.errors import FormatError
 from unshard.formats.contract import Source
-from unshard.formats.dcp import Folder, read_container
+from unshard.formats.dcp.container import read_container
+from unshard.formats.dcp.directory import Folder
 from unshard.formats.megatron.distributed.stored import Stored
 from unshard.tensors import Tensor
 

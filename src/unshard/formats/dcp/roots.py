@@ -1,0 +1,203 @@
+"""Where in a training state the model's state dict lies: found by the recorded paths, not by taking keys apart.
+
+`dcp.save` takes a dict of dicts and flattens it. Keys have dots themselves, so that `model.layers.0.weight` may be the
+entry `layers.0.weight` of a dict `model`, or an entry of that name at the top; `planner_data` of the metadata records
+which (torch `distributed/checkpoint/_nested_dict.py`). Every dict that holds tensors is a group here; a group is a
+model's, an optimizer's, or of another state of training, told by the names on its path and in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from unshard.errors import NotACheckpointError, UsageError, command_line
+from unshard.formats.dcp.metadata import Outline, Steps
+from unshard.words import count_in_words, items_in_lines, items_in_words
+
+Kind: TypeAlias = Literal["model", "optimizer", "other"]
+
+_OPTIMIZER = re.compile(r"(\w+[_.-])?(optim|optims|optimizer|optimizers)([_.-]?(states?|states?_dicts?|\d+))*", re.I)
+_OTHER = re.compile(
+    r"(lr_?)?sched(uler)?s?|(data_?)?loaders?|data_?(set|iterator)s?|train(er|ing)?|rng|random|(grad_?)?scalers?|extra|metrics"
+    r"|meters?|callbacks|loops|samplers?|progress",
+    re.I,
+)
+"""States of training by a name on their path, whose ending (`_state`, `_states`, a number) does not count."""
+_ENDING = re.compile(r"([_.-]?(states?|dicts?|\d+))+$", re.I)
+
+_SLOT = re.compile(r"step|exp_\w+|max_exp_\w+|momentum\w*|\w*_buffer|square_avg|acc_\w+|grad_avg|sum|master\w*")
+"""What optimizers keep of a parameter: torch's own, and those that copy their names."""
+_FLAT_OPTIMIZER = re.compile(r"(state|param_groups)\..+\.\w+")
+"""The same in a flattened optimizer state (torch `checkpoint/state_dict.py`, `_flatten_optim_state_dict`)."""
+
+_MAIN = ("model", "module", "state_dict", "model_state_dict", "model_state")
+"""The last step to the model that is meant, where others lie beside it (an average of it, a teacher)."""
+_PARAMETER = re.compile(r".+\..+|\w*weight|\w*bias|lora_\w+")
+
+_TOPS = re.compile(r"(model|lm_head|base_model|transformer|backbone|score|v_head|module|_orig_mod)\.")
+"""How names in a language model's state dict begin (or its wrappers' do)."""
+_PREFIXES = ("app.model.", "state.model.", "model.", "state_dict.", "module.")
+
+
+@dataclass(slots=True)
+class Group:
+    """The tensors in one dict of the training state, or in the dicts below it.
+
+    path:  the steps that lead there; empty for the training state itself.
+    names: key → name in that dict.
+    """
+
+    path: Steps
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The path for people, and for `--model-key`."""
+        return ".".join(map(str, self.path)) or "."
+
+    def kind(self) -> Kind:
+        kinds = {_kind_by_name(str(step)) for step in self.path}
+        if "optimizer" in kinds or self._has_slots():
+            return "optimizer"
+        return "other" if "other" in kinds else "model"
+
+    def has_parameters(self) -> bool:
+        """Whether a name is like those of parameters: not so `step` or `rng_state`, which lie beside models."""
+        return any(_PARAMETER.fullmatch(name) for name in self.names.values())
+
+    def _has_slots(self) -> bool:
+        names = self.names.values()
+        unflattened = len(self.path) > 1 and self.path[-2] == "state" and all(map(_SLOT.fullmatch, names))
+        return unflattened or all(map(_FLAT_OPTIMIZER.fullmatch, names))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The model of a checkpoint, and what lies beside it.
+
+    model:     its tensors, and how its dict was found (`recorded` paths, or guessed from names).
+    optimizer: keys of tensors of optimizers; `other` those of other states; `models` further models.
+    """
+
+    model: Group
+    recorded: bool
+    optimizer: Sequence[str] = ()
+    other: Sequence[str] = ()
+    models: Sequence[Group] = ()
+
+
+def choose_model(outline: Outline, place: str, wanted: str | None = None) -> Choice:
+    """The model's state dict in a training state.
+
+    place:  the directory, for messages.
+    wanted: the path that a person named, with dots; "." is the training state itself.
+
+    Raises NotACheckpointError where there is none, or where there are several and none is named as the main one is;
+    UsageError where nothing lies at `wanted`.
+    """
+    recorded = any(len(steps) > 0 for steps in outline.paths.values())
+    groups = _group(outline.tensors, outline.paths if recorded else _guess_paths(outline.tensors))
+    kinds: dict[Kind, list[Group]] = {"model": [], "optimizer": [], "other": []}
+    for group in groups:
+        kinds[group.kind()].append(group)
+    if wanted is not None:
+        model = _at(wanted, groups, kinds["model"], place)
+    else:
+        model = _choose(kinds["model"], bool(kinds["optimizer"]), place)
+    optimizer = [key for group in kinds["optimizer"] for key in group.names if key not in model.names]
+    rest = [group for group in kinds["model"] if not group.names.keys() <= model.names.keys()]
+    models = [group for group in rest if group.has_parameters()]
+    beside = [group for group in (*kinds["other"], *rest) if group not in models]
+    other = [key for group in beside for key in group.names if key not in model.names]
+    return Choice(model, recorded, optimizer, other, models)
+
+
+def _group(keys: Collection[str], paths: Mapping[str, Steps]) -> list[Group]:
+    """The tensors by the dict that they lie in. A path that is not its key's is no path: it could double a name."""
+    groups: dict[Steps, Group] = {}
+    for key in keys:
+        steps = paths.get(key, ())
+        if not steps or ".".join(map(str, steps)) != key:
+            steps = (key,)
+        groups.setdefault(steps[:-1], Group(steps[:-1])).names[key] = str(steps[-1])
+    return list(groups.values())
+
+
+def _choose(models: Sequence[Group], has_optimizer: bool, place: str) -> Group:
+    likely = [group for group in models if group.has_parameters()] or list(models)
+    if not likely:
+        what = "only the states of an optimizer" if has_optimizer else "no tensor of a model"
+        raise NotACheckpointError(f"{place}: holds {what}", hint="name the directory that the model was saved in")
+    if len(likely) == 1:
+        return likely[0]
+    main = [group for group in likely if group.path and group.path[-1] in _MAIN]
+    top = [group for group in likely if not group.path and (group.has_parameters() or not main)]
+    if len(main) + len(top) == 1:
+        return (*main, *top)[0]
+    raise NotACheckpointError(
+        f"{place}: {len(likely)} models are stored, and none is named as the one that is meant:\n{_listed(likely)}",
+        hint="choose one: " + command_line("--model-key", likely[0].title),
+    )
+
+
+def _at(wanted: str, groups: Sequence[Group], models: Sequence[Group], place: str) -> Group:
+    """What lies at a path, in its own dict and in those below it; of an optimizer only where the path leads into it."""
+    steps = () if wanted == "." else tuple(wanted.split("."))
+    below = [group for group in groups if tuple(map(str, group.path[: len(steps)])) == steps]
+    own = [group for group in below if group.kind() == "model"] or below
+    if not steps:
+        own = [group for group in own if not group.path]
+    if not own:
+        raise UsageError(
+            f"`--model-key {wanted}`: nothing lies there in {place}; models are\n{_listed(models)}",
+            hint="name one of these" if models else "leave `--model-key` out",
+        )
+    found = Group(own[0].path[: len(steps)])
+    for group in own:
+        inner = [str(step) for step in group.path[len(steps) :]]
+        found.names |= {key: ".".join([*inner, name]) for key, name in group.names.items()}
+    return found
+
+
+def _listed(groups: Sequence[Group]) -> str:
+    return items_in_lines(
+        [f"{group.title}: {count_in_words(len(group.names), 'tensor')} ({_some(group)})" for group in groups]
+    )
+
+
+def _some(group: Group) -> str:
+    return items_in_words([name for name, _ in zip(group.names.values(), range(2), strict=False)])
+
+
+def _kind_by_name(step: str) -> Kind | None:
+    """What lies under this name in a training state, if it is no model."""
+    if _OPTIMIZER.fullmatch(step):
+        return "optimizer"
+    return "other" if _OTHER.fullmatch(_ENDING.sub("", step)) else None
+
+
+def _guess_paths(keys: Collection[str]) -> dict[str, Steps]:
+    """Paths by the names alone, where a planner recorded none: such a state was flat when it was saved.
+
+    A prefix is taken off the model's names only where all have it and it can be no part of them: `model.` is one in
+    `model.model.norm.weight`, and none in `model.norm.weight`.
+    """
+    paths: dict[str, Steps] = {}
+    own: list[str] = []
+    for key in keys:
+        first, _, rest = key.partition(".")
+        if rest and _kind_by_name(first):
+            paths[key] = first, rest
+        else:
+            own.append(key)
+    prefix = next((prefix for prefix in _PREFIXES if _is_prefix(prefix, own)), "")
+    steps = tuple(prefix.split(".")[:-1])
+    return paths | {key: (*steps, key.removeprefix(prefix)) for key in own}
+
+
+def _is_prefix(prefix: str, keys: Sequence[str]) -> bool:
+    inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+    return len(inner) == len(keys) and ("." in prefix[:-1] or any(map(_TOPS.match, inner)))
