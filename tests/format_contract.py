@@ -50,17 +50,17 @@ def _check_extent(chunk: Chunk, checkpoint: Checkpoint) -> None:
 def _check_damage(
     format: Format, place: Path, checkpoint: Checkpoint, scratch: Path, known_shapes: KnownShapes
 ) -> None:
-    """A file cut in half is named: by an error, or among the problems."""
+    """A file that ends early, before a tensor's bytes, is named: by an error, or among the problems."""
     chunks = [chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks if chunk.box.volume]
-    victim = chunks[0].extent.file
+    extent = chunks[0].extent
     copy = scratch / "damaged" / place.name
     if place.is_dir():
         shutil.copytree(place, copy)
     else:
         copy.parent.mkdir()
         shutil.copyfile(place, copy)
-    damaged = (copy if place.is_dir() else copy.parent) / victim.path
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    damaged = (copy if place.is_dir() else copy.parent) / extent.file.path
+    damaged.write_bytes(damaged.read_bytes()[: min(damaged.stat().st_size // 2, extent.offset)])
     try:
         problems = format.read(Source(copy, known_shapes=known_shapes)).problems
     except UnshardError as error:
