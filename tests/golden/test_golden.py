@@ -114,6 +114,24 @@ def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> A
     return default
 
 
+class TestAnyLevel:
+    """A run's directory, a step's, or the one with the files: whichever is named, the same model comes of it."""
+
+    @pytest.mark.parametrize(
+        ("name", "below"),
+        [
+            ("accelerate_fsdp2", "."),
+            ("accelerate_fsdp2", "checkpoint-1"),
+            ("accelerate_fsdp2", "checkpoint-1/pytorch_model_fsdp_0"),
+            ("accelerate_fsdp2_run", "checkpoint-1/pytorch_model_fsdp_0"),
+        ],
+    )
+    def test_the_same_model(self, name: str, below: str, tmp_path: Path) -> None:
+        assert main(["merge", str(COMMITTED / name / "ckpt" / below), str(tmp_path)]) == 0
+        assert_equal(read_tensors(tmp_path), read_tensors(COMMITTED / name / "truth"))
+        assert (tmp_path / "tokenizer.json").is_file()
+
+
 class TestMissingRanks:
     """HSDP over two replicas of two pieces: ranks 0 and 2 hold the same, and so do 1 and 3."""
 
@@ -194,6 +212,13 @@ class TestOldTorch:
             name: tensor.shape for name, tensor in sharded.items()
         }
         assert dtensors["head.weight"].data == dtensors["embed.weight"].data != sharded["embed.weight"].data
+
+    @pytest.mark.parametrize("flavour", ["st", "dt"])
+    def test_distributed_checkpoints(self, flavour: str, larger_golden: Path, tmp_path: Path) -> None:
+        """DCP of torch 2.4 holds what the ranks' own files hold."""
+        directory = larger_golden / "old_torch" / "torch-2.4.1-fsdp1" / f"dcp_{flavour}"
+        assert main(["merge", str(directory), str(tmp_path / "merged"), "--weights-only"]) == 0
+        assert_equal(read_tensors(tmp_path / "merged"), self._merge(larger_golden, flavour, tmp_path))
 
     @classmethod
     def _merge(cls, larger_golden: Path, flavour: str, place: Path, *options: str) -> dict[str, Stored]:
