@@ -1,7 +1,7 @@
 """Write Megatron's golden checkpoints: in `tests/`, `python -m golden.make.megatron [--only TEXT] [--out DIRECTORY]`.
 
 megatron-core writes them itself, on gloo and without CUDA; see `stand_ins.py`. Runs by hand, takes two minutes on two
-cores, needs `make test`'s packages and those of the dependency group `golden`.
+cores, needs `make test`'s packages.
 """
 
 from __future__ import annotations
