@@ -49,6 +49,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _DENSE | {"head_dim": 6, "num_hidden_layers": 2}),
     # For checkpoints that hold much besides the weights: optimizers, and a header for each piece.
     "small_llama": ("LlamaConfig", _SMALL),
+    # Even sizes, which Megatron's tensor-parallel ranks need.
+    "even_llama": ("LlamaConfig", _SMALL | {"num_hidden_layers": 2, "intermediate_size": 14}),
     "small_qwen2": ("Qwen2Config", _SMALL),
     "small_qwen3": ("Qwen3Config", _SMALL | {"head_dim": 6, "num_hidden_layers": 2}),
     "qwen3_demo": (

@@ -158,6 +158,13 @@ class Declaration:
         return found
 
 
+def read_declaration(recorded: object, buffers: Collection[str]) -> Declaration:
+    """Raises FormatError where it cannot be followed."""
+    if not isinstance(recorded, Mapping):
+        raise FormatError(f"universal_checkpoint_info is a {type(recorded).__name__}, not a dict")
+    return Declaration(recorded, buffers)
+
+
 def _read_parts(entry: Mapping[str, Any], widths: object) -> Parts:
     """Raises ValueError, and what indexing raises, where the entry is malformed."""
     axis = entry["partition_dim"]

@@ -33,6 +33,19 @@ def is_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
+def refuse_other_experts(recorded: Mapping[str, Any]) -> None:
+    """Raise FormatError for experts of AutoEP, which keeps other files, names and partitions than MoE layers do.
+
+    recorded: the content of a file of model states. Source: DeepSpeed `runtime/engine.py` (`_save_moe_checkpoint`).
+    """
+    layers = recorded.get("ds_autoep_layers") or recorded.get("autoep_layers")
+    if layers:
+        raise FormatError(
+            "the model's experts were trained by AutoEP (`ds_autoep_layers` in the model states), which is not read",
+            hint="gather the model in the training script and save it with save_pretrained",
+        )
+
+
 def check_files(found: Collection[tuple[int | None, int]], recorded: object, model_rank: int) -> Iterator[UnshardError]:
     """A problem that names all files of experts that are missing.
 

@@ -8,13 +8,13 @@ Nothing is guessed: a parameter of which none of them speaks is an error.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unshard.errors import FormatError, IncompleteError, UnshardError
-from unshard.formats.deepspeed.declared import Declaration
+from unshard.formats.deepspeed.declared import Declaration, read_declaration
 from unshard.formats.megatron.ranks.joining import Joiner, Shard
 from unshard.formats.megatron.ranks.pre_core import to_core
 from unshard.formats.megatron.ranks.tensor_parallel import Neighbours
@@ -51,84 +51,83 @@ def join_ranks(
     axes:    the user's own table, asked first.
     buffers: names of buffers, which each rank has.
     """
-    joined = Joined()
     if len(parts) == 1:
-        joined.tensors = dict(parts[0])
-        return joined
-    declared = _read_declaration(info, buffers, joined.problems)
-    own = {re.compile(pattern): axis for pattern, axis in axes.items()}
-    unknown: list[str] = []
-    wrong: list[str] = []
-    names = dict.fromkeys([name for part in parts for name in part])
-    lacking: dict[tuple[int, ...], list[str]] = {}
-    for name in names:
-        absent = tuple([rank for rank, part in enumerate(parts) if name not in part])
-        if absent:
-            lacking.setdefault(absent, []).append(name)
-            continue
-        shards = [part[name] for part in parts]
+        return Joined(dict(parts[0]))
+    joining = _Joining(len(parts), {re.compile(pattern): axis for pattern, axis in axes.items()})
+    if info is not None:
         try:
-            by_hand = next((pattern for pattern in own if pattern.fullmatch(name)), None)
-            if by_hand is not None:
-                words, tensor = _join_by_hand(own[by_hand], shards)
-            elif declared is not None:
-                words, tensor = declared.join(name, shards)
-            else:
-                unknown.append(f"{name} {[list(shard.shape) for shard in shards]}")
-                continue
+            joining.declared = read_declaration(info, buffers)
+        except FormatError as error:
+            return Joined(problems=[error])
+    for name in dict.fromkeys([name for part in parts for name in part]):
+        joining.join(name, [part.get(name) for part in parts])
+    return Joined(joining.tensors, joining.cuts, list(joining.problems()))
+
+
+@dataclass(slots=True)
+class _Joining:
+    """Joins parameters one by one, and collects what is wrong with them.
+
+    own: the user's table. unknown, wrong: lines for people. lacking: ranks → the parameters that they do not have.
+    """
+
+    ranks: int
+    own: Mapping[re.Pattern[str], int | None]
+    declared: Declaration | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    cuts: Counter[str] = field(default_factory=Counter)
+    unknown: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    lacking: dict[tuple[int, ...], list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def join(self, name: str, held: Sequence[Tensor | None]) -> None:
+        """`held` is what each rank has."""
+        shards = [shard for shard in held if shard is not None]
+        if len(shards) < self.ranks:
+            self.lacking[tuple([rank for rank, shard in enumerate(held) if shard is None])].append(name)
+            return
+        try:
+            found = self._join(name, shards)
         except ValueError as error:
-            wrong.append(str(error))
-            continue
-        joined.cuts[words] += 1
-        joined.tensors[name] = tensor.rename(name)
-    if info is None or declared is not None:
-        joined.problems += _problems(len(parts), unknown, wrong, lacking)
-    return joined
+            self.wrong.append(str(error))
+            return
+        if found is None:
+            self.unknown.append(f"{name} {[list(shard.shape) for shard in shards]}")
+            return
+        words, tensor = found
+        self.cuts[words] += 1
+        self.tensors[name] = tensor.rename(name)
 
+    def _join(self, name: str, shards: Sequence[Tensor]) -> tuple[str, Tensor] | None:
+        """In words how the shards lie, and the whole; None where nothing tells. Raises ValueError."""
+        for pattern, axis in self.own.items():
+            if pattern.fullmatch(name):
+                return (
+                    ("replicated", join_replicas(shards))
+                    if axis is None
+                    else (f"axis {axis}", join_along(shards, axis))
+                )
+        return self.declared.join(name, shards) if self.declared is not None else None
 
-def _join_by_hand(axis: int | None, shards: Sequence[Tensor]) -> tuple[str, Tensor]:
-    if axis is None:
-        return "replicated", join_replicas(shards)
-    return f"axis {axis}", join_along(shards, axis)
-
-
-def _read_declaration(info: object, buffers: Collection[str], problems: list[UnshardError]) -> Declaration | None:
-    if info is None:
-        return None
-    try:
-        if not isinstance(info, Mapping):
-            raise FormatError(f"universal_checkpoint_info is a {type(info).__name__}, not a dict")
-        return Declaration(info, buffers)
-    except FormatError as error:
-        problems.append(error)
-        return None
-
-
-def _problems(
-    ranks: int, unknown: Sequence[str], wrong: Sequence[str], lacking: Mapping[tuple[int, ...], Sequence[str]]
-) -> list[UnshardError]:
-    found: list[UnshardError] = []
-    if unknown:
-        found.append(
-            IncompleteError(
-                f"how do {ranks} model-parallel ranks share these? The checkpoint has no universal_checkpoint_info, "
-                f"and the names are not Megatron's:\n{items_in_lines(unknown, _LISTED)}",
+    def problems(self) -> Iterator[UnshardError]:
+        """One problem for each kind of fault."""
+        if self.unknown:
+            yield IncompleteError(
+                f"how do {self.ranks} model-parallel ranks share these? The checkpoint has no "
+                "universal_checkpoint_info, and the names are not Megatron's:\n"
+                + items_in_lines(self.unknown, _LISTED),
                 hint=_BY_HAND,
             )
-        )
-    if wrong:
-        found.append(
-            IncompleteError(f"shards cannot be put together:\n{items_in_lines(wrong, _LISTED)}", hint=_BY_HAND)
-        )
-    for absent, names in lacking.items():
-        have = "have" if len(absent) > 1 else "has"
-        found.append(
-            IncompleteError(
+        if self.wrong:
+            yield IncompleteError(
+                f"shards cannot be put together:\n{items_in_lines(self.wrong, _LISTED)}", hint=_BY_HAND
+            )
+        for absent, names in self.lacking.items():
+            have = "have" if len(absent) > 1 else "has"
+            yield IncompleteError(
                 f"model-parallel {ranks_in_words(absent)} {have} no {names_in_words(names)}, which others have",
                 hint=_ONE_RUN,
             )
-        )
-    return found
 
 
 def join_megatron_ranks(
