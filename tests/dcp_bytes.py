@@ -160,3 +160,35 @@ def sharded(directory: Path, arrays: Mapping[str, np.ndarray], ranks: int = 2) -
 def read_array(tensor: Tensor, directory: Path) -> np.ndarray:
     """The elements of a tensor whose files lie under the root `here`."""
     return np.frombuffer(gather(tensor, {ROOT: directory}), tensor.dtype.numpy).reshape(tensor.shape)
+
+
+def flatten(state: Mapping[str, object], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
+    """The leaves of nested dicts by their paths, as torch flattens them."""
+    leaves: dict[tuple[str, ...], object] = {}
+    for key, value in state.items():
+        leaves |= flatten(value, (*path, key)) if isinstance(value, Mapping) else {(*path, key): value}
+    return leaves
+
+
+def save(directory: Path, state: Mapping[str, object], ranks: int = 2, *, nested: bool = True) -> Path:
+    """What `dcp.save` writes of nested dicts of arrays and numbers: arrays cut into rows, all else by rank 0.
+
+    nested: whether the planner flattened the state and recorded the paths.
+    """
+    writer, paths = Writer(directory), []
+    for steps, value in flatten(state).items():
+        key = ".".join(steps)
+        paths.append((tb.text(key), tb.group(*map(tb.text, steps))))
+        if not isinstance(value, np.ndarray):
+            writer.write_object(key, tb.integer(value) if isinstance(value, int) else tb.text(str(value)))
+            continue
+        writer.declare(key, value.shape, value.dtype.name)
+        if value.ndim == 0:
+            writer.write(key, (), value)
+            continue
+        rows = -(-len(value) // ranks)
+        for rank in range(ranks):
+            start = min(rank * rows, len(value))
+            offsets = (start, *[0 for _ in value.shape[1:]])
+            writer.write(key, offsets, value[start : start + rows].copy(), f"__{rank}_0.distcp")
+    return writer.finish(paths=pairs(paths)) if nested else writer.finish()

@@ -129,8 +129,9 @@ def open_reference(path: Path) -> Checkpoint:
 def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
     """The checkpoint with what `--config` brings instead of its own.
 
-    A directory brings config.json, all side files, and what it knows of adapters. A file, whatever its name, is
-    config.json; all else stays.
+    A directory brings config.json, all side files, and what it knows of adapters; but where the checkpoint has a
+    tokenizer and no config, as NeMo-RL's have, its own tokenizer stays. A file, whatever its name, is config.json; all
+    else stays.
     """
     if not place.is_dir():
         return _with_config_file(checkpoint, place)
@@ -139,6 +140,11 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
         raise UsageError(f"`--config {place}`: no config.json lies there", hint=command_line("ls", place))
     problems: list[UnshardError] = []
     adapter = read_adapter_facts([place], problems) or checkpoint.adapter
+    notes = [Note(f"config and side files come from `{place}`")]
+    own = [asset for asset in checkpoint.assets if is_tokenizer_file(asset.path)] if checkpoint.config is None else []
+    if own:
+        assets = (*[asset for asset in assets if not is_tokenizer_file(asset.path)], *own)
+        notes.append(Note(f"the tokenizer is the checkpoint's own, not that of `{place}`"))
     return replace(
         checkpoint,
         config=config,
@@ -146,7 +152,7 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
         problems=(*checkpoint.problems, *problems),
         assets=assets,
         roots={**checkpoint.roots, CONFIG_ROOT: place},
-        notes=(*checkpoint.notes, Note(f"config and side files come from `{place}`")),
+        notes=(*checkpoint.notes, *notes),
     )
 
 

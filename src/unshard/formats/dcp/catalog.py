@@ -36,7 +36,7 @@ def read_model(source: Source, format_name: str) -> Checkpoint:
     """The catalog of the model at `source.path`. See `format.Dcp.read`."""
     folders, problems = find_folders(source)
     opened = open_container(folders)
-    choice = choose_model(opened.outline, str(source.path), source.model_key)
+    choice = choose_model(opened.outline, source.path, source.model_key)
     container = opened.read(choice.model.names.__contains__)
     tensors = {choice.model.names[key]: tensor for key, tensor in container.tensors.items()}
     tensors = {name: tensor.rename(name) for name, tensor in tensors.items()}
@@ -132,8 +132,10 @@ class _Reading:
         return f"{count_in_words(len(keys), 'tensor')}, {bytes_in_words(size)}"
 
     def _unnamed_files(self) -> list[str]:
-        names = {path.name for folder in self.folders for path in folder.path.iterdir()}
-        return sorted([name for name in names - set(self.container.files) if rank_of(name) is not None])
+        """Data files that nothing is recorded of; ranks that had nothing to save may leave empty ones."""
+        paths = [path for folder in self.folders for path in folder.path.iterdir() if rank_of(path.name) is not None]
+        unnamed = {path.name for path in paths if path.is_file() and path.stat().st_size} - set(self.container.files)
+        return sorted(unnamed)
 
 
 def _within(steps: Steps, model: Steps) -> str | None:

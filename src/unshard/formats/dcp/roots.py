@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from unshard.errors import NotACheckpointError, UsageError, command_line
 from unshard.formats.dcp.metadata import Outline, Steps
-from unshard.words import count_in_words, items_in_lines, items_in_words
+from unshard.words import count_in_words, items_in_lines, one_line
 
 Kind: TypeAlias = Literal["model", "optimizer", "other"]
 
@@ -64,6 +66,10 @@ class Group:
             return "optimizer"
         return "other" if "other" in kinds else "model"
 
+    def is_main(self) -> bool:
+        """Whether it is named as the model that is meant."""
+        return bool(self.path) and self.path[-1] in _MAIN
+
     def has_parameters(self) -> bool:
         """Whether a name is like those of parameters: not so `step` or `rng_state`, which lie beside models."""
         return any(_PARAMETER.fullmatch(name) for name in self.names.values())
@@ -89,7 +95,7 @@ class Choice:
     models: Sequence[Group] = ()
 
 
-def choose_model(outline: Outline, place: str, wanted: str | None = None) -> Choice:
+def choose_model(outline: Outline, place: Path, wanted: str | None = None) -> Choice:
     """The model's state dict in a training state.
 
     place:  the directory, for messages.
@@ -106,7 +112,7 @@ def choose_model(outline: Outline, place: str, wanted: str | None = None) -> Cho
     if wanted is not None:
         model = _at(wanted, groups, kinds["model"], place)
     else:
-        model = _choose(kinds["model"], bool(kinds["optimizer"]), place)
+        model = _choose(kinds["model"], place, has_optimizer=bool(kinds["optimizer"]))
     optimizer = [key for group in kinds["optimizer"] for key in group.names if key not in model.names]
     rest = [group for group in kinds["model"] if not group.names.keys() <= model.names.keys()]
     models = [group for group in rest if group.has_parameters()]
@@ -126,50 +132,54 @@ def _group(keys: Collection[str], paths: Mapping[str, Steps]) -> list[Group]:
     return list(groups.values())
 
 
-def _choose(models: Sequence[Group], has_optimizer: bool, place: str) -> Group:
-    likely = [group for group in models if group.has_parameters()] or list(models)
+def _choose(models: Sequence[Group], place: Path, *, has_optimizer: bool) -> Group:
+    likely = [group for group in models if group.has_parameters()]
+    likely = likely or [group for group in models if group.is_main() or not has_optimizer]
     if not likely:
         what = "only the states of an optimizer" if has_optimizer else "no tensor of a model"
-        raise NotACheckpointError(f"{place}: holds {what}", hint="name the directory that the model was saved in")
+        hint = "the model may lie beside it: " + command_line("unshard", "inspect", place.absolute().parent)
+        raise NotACheckpointError(f"{place}: holds {what}", hint=hint)
     if len(likely) == 1:
         return likely[0]
-    main = [group for group in likely if group.path and group.path[-1] in _MAIN]
+    main = [group for group in likely if group.is_main()]
     top = [group for group in likely if not group.path and (group.has_parameters() or not main)]
     if len(main) + len(top) == 1:
         return (*main, *top)[0]
     raise NotACheckpointError(
         f"{place}: {len(likely)} models are stored, and none is named as the one that is meant:\n{_listed(likely)}",
-        hint="choose one: " + command_line("--model-key", likely[0].title),
+        hint="choose one: " + command_line("unshard", "inspect", place, "--model-key", likely[0].title),
     )
 
 
-def _at(wanted: str, groups: Sequence[Group], models: Sequence[Group], place: str) -> Group:
-    """What lies at a path, in its own dict and in those below it; of an optimizer only where the path leads into it."""
-    steps = () if wanted == "." else tuple(wanted.split("."))
-    below = [group for group in groups if tuple(map(str, group.path[: len(steps)])) == steps]
-    own = [group for group in below if group.kind() == "model"] or below
-    if not steps:
-        own = [group for group in own if not group.path]
-    if not own:
-        raise UsageError(
-            f"`--model-key {wanted}`: nothing lies there in {place}; models are\n{_listed(models)}",
-            hint="name one of these" if models else "leave `--model-key` out",
-        )
-    found = Group(own[0].path[: len(steps)])
-    for group in own:
-        inner = [str(step) for step in group.path[len(steps) :]]
-        found.names |= {key: ".".join([*inner, name]) for key, name in group.names.items()}
+def _at(wanted: str, groups: Sequence[Group], models: Sequence[Group], place: Path) -> Group:
+    """What lies at a path, in its own dict and in those below it; at the top, in its own dict alone."""
+    found: Group | None = None
+    for group in groups:
+        depth = _depth(group.path, wanted)
+        if depth is not None:
+            found = found or Group(group.path[:depth])
+            inner = [str(step) for step in group.path[depth:]]
+            found.names |= {key: ".".join([*inner, name]) for key, name in group.names.items()}
+    if found is None:
+        known = f"; models are\n{_listed(models)}" if models else ""
+        hint = "name one of these" if models else "leave `--model-key` out"
+        raise UsageError(f"`--model-key {wanted}`: nothing lies there in {place}{known}", hint=hint)
     return found
 
 
+def _depth(path: Steps, wanted: str) -> int | None:
+    """How many of the first steps of a path are the ones that a person wrote with dots between them."""
+    if wanted == ".":
+        return None if path else 0
+    return next((count for count in range(1, len(path) + 1) if ".".join(map(str, path[:count])) == wanted), None)
+
+
 def _listed(groups: Sequence[Group]) -> str:
-    return items_in_lines(
-        [f"{group.title}: {count_in_words(len(group.names), 'tensor')} ({_some(group)})" for group in groups]
-    )
-
-
-def _some(group: Group) -> str:
-    return items_in_words([name for name, _ in zip(group.names.values(), range(2), strict=False)])
+    lines = []
+    for group in groups:
+        some = ", ".join([one_line(name) for name in islice(group.names.values(), 2)])
+        lines.append(f"{one_line(group.title)}: {count_in_words(len(group.names), 'tensor')} ({some}, …)")
+    return items_in_lines(lines)
 
 
 def _kind_by_name(step: str) -> Kind | None:
