@@ -15,7 +15,7 @@ from unshard.plan.layout import lay_out_tensor
 from unshard.plan.moves import Compute, Copy, Literal, Move, Tile
 from unshard.plan.proof import file_faults, is_inside, plan_faults
 from unshard.target import Claim, Seal, Target, TargetFile
-from unshard.tensors import Box, Chunk, Computed, Tensor, concat, stack
+from unshard.tensors import Box, Chunk, Computed, Encoded, Tensor, concat, stack
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -29,7 +29,11 @@ def kinds(moves: list[Move]) -> list[str]:
 
 
 def encoded(tensor: Tensor) -> Tensor:
-    chunks = [Chunk(c.box, replace(c.extent, encoding="zstd"), c.rank) for c in tensor.chunks]
+    chunks = []
+    for chunk in tensor.chunks:
+        extent = chunk.extent
+        file = replace(extent.file, encoded=Encoded("zstd", 0, 9, extent.offset + extent.span(chunk.box.sizes)))
+        chunks.append(replace(chunk, extent=replace(extent, file=file)))
     return replace(tensor, chunks=tuple(chunks))
 
 

@@ -27,12 +27,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, printer: Printer) -> int:
     """Print the plan, then warn of all reasons why a merge into OUT would be refused as things are now."""
     from unshard.preparing import prepare
+    from unshard.run.decoding import scratch_beside
     from unshard.run.preflight import check_output
 
     source, output = compat.read_places(arguments, printer)
     if arguments.hf_upload_path is not None:
         printer.sink(Message("note", "a plan uploads nothing: `--hf_upload_path` is for `merge`"))
-    prepared = prepare(source, requests.merge_options(arguments))
+    request = requests.merge_options(arguments)
+    prepared = prepare(source, request)
     if arguments.save:
         _save(prepared, arguments.save)
     printer.result(
@@ -41,7 +43,8 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
         lambda console: _print(console, source, prepared, verbose=arguments.verbose),
     )
     if output is not None:
-        for problem in check_output(prepared.plan, output, overwrite=arguments.overwrite):
+        scratch = scratch_beside(output, prepared.plan, request.settings)
+        for problem in check_output(prepared.plan, output, overwrite=arguments.overwrite, scratch=scratch.room):
             printer.sink(Message("warning", f"a merge would be refused: {problem.message}"))
     return 0
 

@@ -77,9 +77,7 @@ def read_chunk(tensor: StoredTensor, box: Box, local: Box, rank: int | None) -> 
     size, storage = tensor.dtype.itemsize, tensor.storage
     start = tensor.offset + sum([a * b for a, b in zip(local.offsets, tensor.strides, strict=True)])
     strides = tuple([stride * size for stride in tensor.strides])
-    return Chunk(
-        box, Extent(storage.file, storage.offset + start * size, strides, tensor.dtype, storage.encoding), rank
-    )
+    return Chunk(box, Extent(storage.file, storage.offset + start * size, strides, tensor.dtype), rank)
 
 
 def read_whole(tensor: StoredTensor, rank: int | None) -> tuple[Chunk, ...]:

@@ -14,7 +14,7 @@ from unshard.dtypes import BY_NAME, DType
 from unshard.errors import FormatError
 from unshard.plan.moves import Compute, Copy, Literal, Move, Operand, PlannedFile, Tile
 from unshard.target import Claim, Seal
-from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor
+from unshard.tensors import ENCODINGS, Box, Chunk, Encoded, Extent, SourceFile, Tensor
 from unshard.words import shorten
 
 Decoded = TypeVar("Decoded")
@@ -107,8 +107,9 @@ class Decoder:
             integer_of(values["from"], "from of a piece"),
             shape_of(values["strides"], "the strides of a piece"),
             dtype_of(values["dtype"], "a piece"),
-            text_of(values["encoding"], "the encoding of a piece"),
         )
+        if values["encoding"] != extent.encoding:
+            raise _unexpected(values["encoding"], "the encoding of a piece", f"{extent.encoding}, as its source is")
         rank = None if values["rank"] is None else integer_of(values["rank"], "the rank of a piece")
         return Chunk(Box(offsets, sizes), extent, rank)
 
@@ -156,10 +157,20 @@ def _seal(value: object) -> Seal:
 
 
 def decode_source(value: object) -> SourceFile:
-    names = list_of(value, "a source", lambda name: text_of(name, "a source"))
-    if len(names) != 2:
-        raise _unexpected(value, "a source", "a root and a path")
-    return SourceFile(*names)
+    if not isinstance(value, list) or len(value) not in (2, 3):
+        raise _unexpected(value, "a source", "a root and a path, and how the file is encoded")
+    root, path = [text_of(name, "a source") for name in value[:2]]
+    return SourceFile(root, path, _encoded(value[2], path) if len(value) == 3 else None)
+
+
+def _encoded(value: object, path: str) -> Encoded:
+    values = fields(value, f"the encoding of {path}", "encoding", "start", "length", "size", "holds")
+    encoding = text_of(values["encoding"], f"the encoding of {path}")
+    if encoding not in ENCODINGS:
+        raise _unexpected(encoding, f"the encoding of {path}", " or ".join(ENCODINGS))
+    start, length, size = [integer_of(values[name], f"{name} of {path}") for name in ("start", "length", "size")]
+    holds = None if values["holds"] is None else text_of(values["holds"], f"holds of {path}")
+    return Encoded(encoding, start, length, size, holds)
 
 
 def fields(value: object, where: str, *names: str) -> dict[str, Any]:

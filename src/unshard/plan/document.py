@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "roots": {name: str(path) for name, path in plan.roots.items()},
-        "sources": [[file.root, file.path] for file in sources.numbers],
+        "sources": [_source_to_json(file) for file in sources.numbers],
         "files": files,
         "claims": claims,
     }
+
+
+def _source_to_json(file: SourceFile) -> list[Any]:
+    return [file.root, file.path] if file.encoded is None else [file.root, file.path, asdict(file.encoded)]
 
 
 class _Sources:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from unshard.plan.moves import Compute, Copy, Literal, Move, Plan, PlannedFile, Tile
+from unshard.plan.moves import Compute, Copy, Literal, Move, Plan, PlannedFile, Tile, pieces_of
 from unshard.target import Target, TargetFile
 from unshard.words import bytes_in_words, count_in_words
 
@@ -40,6 +40,7 @@ def explain(plan: Plan, target: Target | None = None) -> list[str]:
     files = count_in_words(len(plan.files), "file")
     lines = [f"{files}, {bytes_in_words(plan.size)}: {_tallies(moves)}"]
     lines += [f"reads {name} at {path}" for name, path in plan.roots.items()]
+    lines += _decoding(moves)
     if plan.claims:
         lines.append(f"first checks that {count_in_words(len(plan.claims), 'pair')} of tensors hold the same bytes")
     laid_out = {file.path: file for file in target.files} if target else {}
@@ -49,6 +50,16 @@ def explain(plan: Plan, target: Target | None = None) -> list[str]:
         if file.path in laid_out:
             lines += [f"  {line}" for line in _tensor_lines(file, laid_out[file.path])]
     return lines
+
+
+def _decoding(moves: Iterable[Move]) -> Iterator[str]:
+    """What must be decoded before it can be gathered."""
+    files = {piece.extent.file for move in moves for piece in pieces_of(move)}
+    items = [file.encoded for file in files if file.encoded is not None]
+    for encoding in sorted({item.encoding for item in items}):
+        found = [item for item in items if item.encoding == encoding]
+        packed, size = (bytes_in_words(sum(sizes)) for sizes in zip(*[(i.length, i.size) for i in found], strict=True))
+        yield f"decodes {count_in_words(len(found), 'piece')} compressed with {encoding}: {packed} to {size}"
 
 
 def _count(entry: Tally) -> str:

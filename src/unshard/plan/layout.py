@@ -102,7 +102,7 @@ class _Layout:
         """The runs of the chunks that tile a span; none where the span is better gathered."""
         runs: list[_Run] = []
         for chunk in chunks:
-            if chunk.extent.encoding != "plain":
+            if chunk.extent.file.encoded is not None:
                 return []
             axis, count = self.run_of(chunk)
             if len(chunks) == 1 and count == prod(chunk.box.sizes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -86,6 +86,15 @@ class Compute:
 
 
 Move: TypeAlias = Literal | Copy | Tile | Compute
+
+
+def pieces_of(move: Move) -> Iterator[Chunk]:
+    """The pieces that a move gathers."""
+    if isinstance(move, Tile):
+        yield from move.pieces
+    elif isinstance(move, Compute):
+        for operand in move.operands:
+            yield from operand.pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,8 @@ def _move_faults(move: Move, plan: Plan) -> Iterator[str]:
     else:
         if move.offset < 0:
             yield f"the copy begins at byte {move.offset}"
+        if move.file.encoded is not None:
+            yield f"{move.file} must be decoded, which a copy does not do"
         yield from _source_faults(move.file, plan)
 
 

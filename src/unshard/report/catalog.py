@@ -30,6 +30,7 @@ def catalog_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "mesh": [{"name": name, "size": size} for name, size in checkpoint.mesh],
         "placements": dict(checkpoint.placements),
         "bytes": checkpoint.size_in_bytes,
+        "encodings": dict(_encodings(checkpoint)),
         "tensors": {
             tensor.name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "chunks": len(tensor.chunks)}
             for tensor in checkpoint.tensors.values()
@@ -84,6 +85,8 @@ def _facts(checkpoint: Checkpoint, *, verbose: bool) -> Iterator[tuple[str, str]
     total = sum(tensor.size * tensor.dtype.packed for tensor in checkpoint.tensors.values())
     yield "tensors", f"{len(checkpoint.tensors):,}, {total:,} elements, {bytes_in_words(checkpoint.size_in_bytes)}"
     dtypes = Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())
+    for encoding, count in _encodings(checkpoint).items():
+        yield "compressed", f"{count_in_words(count, 'chunk')} with {encoding}"
     yield "dtypes", ", ".join([f"{name}: {count:,}" for name, count in dtypes.most_common()])
     lora = [name for name in checkpoint.tensors if "lora_" in name]
     if lora:
@@ -95,6 +98,12 @@ def _facts(checkpoint: Checkpoint, *, verbose: bool) -> Iterator[tuple[str, str]
         yield "side files", ", ".join([asset.path for asset in checkpoint.assets])
     if checkpoint.skipped:
         yield "skipped", names_in_words(list(checkpoint.skipped)) + ("" if verbose else "; `--verbose` says why")
+
+
+def _encodings(checkpoint: Checkpoint) -> Counter[str]:
+    """How many chunks must be decoded, by their encoding."""
+    files = (chunk.extent.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks)
+    return Counter([file.encoded.encoding for file in files if file.encoded is not None])
 
 
 def _recorded(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from unshard.errors import IncompleteError, ModelError, UnshardError
-from unshard.files import OpenFiles
+from unshard.files import OpenFiles, Scratch
 from unshard.plan.moves import Plan
 from unshard.report.events import Sink
 from unshard.report.meter import Meter
@@ -23,25 +22,25 @@ if TYPE_CHECKING:
     from unshard.run.gathering import Gatherer
 
 
-def check_claims(plan: Plan, settings: Settings, sink: Sink) -> list[UnshardError]:
+def check_claims(plan: Plan, settings: Settings, sink: Sink, scratch: Scratch | None = None) -> list[UnshardError]:
     """An error for every claim that does not hold, in the order of the claims.
 
     Two tensors that lie at the same place are equal without a look. Everything else is read, in buffers of
-    `settings.buffer` bytes, by `settings.jobs` threads; a claim is left at its first difference.
+    `settings.buffer` bytes, by `settings.jobs` threads; a claim is left at its first difference. What is encoded is
+    decoded to `scratch`.
     """
     claims = [claim for claim in plan.claims if not _is_trivial(claim)]
     if not claims:
         return []
     with Meter(sink, "claims", sum([claim.left.size_in_bytes for claim in claims])) as meter:
-        return _ClaimCheck(claims, plan.roots, settings, meter).run()
+        return _ClaimCheck(claims, OpenFiles(plan.roots, scratch=scratch), settings, meter).run()
 
 
 class _ClaimCheck:
     """Claims, and the bands of them that threads take one after the other."""
 
-    def __init__(self, claims: list[Claim], roots: Mapping[str, Path], settings: Settings, meter: Meter) -> None:
-        self._claims, self._settings, self._meter = claims, settings, meter
-        self._files = OpenFiles(roots)
+    def __init__(self, claims: list[Claim], files: OpenFiles, settings: Settings, meter: Meter) -> None:
+        self._claims, self._files, self._settings, self._meter = claims, files, settings, meter
         self._failed: dict[int, UnshardError] = {}
         self._bands = self._list_bands()
         self._lock = Lock()
@@ -92,6 +91,7 @@ class _ClaimCheck:
     def _stop(self) -> None:
         with self._lock:
             self._stopped = True
+        self._files.stop()
 
 
 def _read(tensor: Tensor, start: int, stop: int, buffer: Array, gatherer: Gatherer) -> Array:

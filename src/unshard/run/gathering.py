@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unshard.dtypes import DType
-from unshard.errors import FormatError
 from unshard.files import OpenFiles
 from unshard.run.bands import Read, split_reads
 from unshard.run.casting import cast_into, raw_dtype
@@ -56,8 +55,6 @@ class Gatherer:
 
     def _place(self, piece: Chunk, out: Array, dtype: DType) -> Rounding:
         stored = piece.extent.dtype
-        if piece.extent.encoding != "plain":
-            raise FormatError(f"{self._files.path(piece.extent.file)}: {piece.extent.encoding} data cannot be decoded")
         if stored == dtype and out.flags.c_contiguous and piece.extent.is_contiguous(piece.box.sizes):
             self._files.read_into(piece.extent.file, piece.extent.offset, out.reshape(-1).view("u1").data)
             return Rounding()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from unshard.dtypes import DType
-from unshard.files import OpenFiles
+from unshard.files import DECODING, OpenFiles
 from unshard.plan.moves import Compute, Copy, Literal, PlannedFile, Tile
 from unshard.run.bands import is_crossed, pieces_by_band, split_bands, split_evenly
 from unshard.run.copying import Copier
@@ -112,7 +112,7 @@ class GatherBand:
     def _is_run(self, piece: Chunk) -> bool:
         """Whether a piece is one run of bytes in its file and in the band, and the same bytes in both."""
         dtype, sizes, extent = self.tile.dtype, piece.box.sizes, piece.extent
-        if extent.dtype != dtype or extent.encoding != "plain" or not extent.is_contiguous(sizes):
+        if extent.dtype != dtype or not extent.is_contiguous(sizes):
             return False
         band = replace(extent, strides=row_major_strides(self.box.sizes, dtype.itemsize))
         return band.is_contiguous(sizes)
@@ -194,8 +194,9 @@ def _cut_tile(tile: Tile, settings: Settings) -> Iterator[GatherBand]:
         size = max(size, settings.memory // (2 * settings.jobs))
     widest = max([tile.dtype.itemsize, *[piece.extent.dtype.itemsize for piece in tile.pieces]])
     bands = split_bands(tile.shape, size // widest)
+    beside = settings.buffer + (DECODING if any(piece.extent.file.encoded for piece in tile.pieces) else 0)
     for box, pieces in pieces_by_band(tile.pieces, bands):
-        yield GatherBand(tile, box, pieces, settings.buffer + box.volume * tile.dtype.itemsize)
+        yield GatherBand(tile, box, pieces, beside + box.volume * tile.dtype.itemsize)
 
 
 def _cut_compute(move: Compute) -> Iterator[ComputeBand]:

@@ -12,6 +12,7 @@ from unshard.report.events import Message, Sink
 from unshard.report.meter import Meter
 from unshard.run.claims import check_claims
 from unshard.run.copying import Copier
+from unshard.run.decoding import scratch_beside
 from unshard.run.jobs import Worker
 from unshard.run.preflight import check_output
 from unshard.run.publish import stage
@@ -34,8 +35,9 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
     any error, and after KeyboardInterrupt, the directory is as it was before; once the new files get their names, an
     interrupt waits until they have them, and the end of the phase has been told.
     """
-    raise_all(check_output(plan, output, overwrite=overwrite))
-    raise_all(check_claims(plan, settings, sink))
+    scratch = scratch_beside(output, plan, settings)
+    raise_all(check_output(plan, output, overwrite=overwrite, scratch=scratch.room))
+    raise_all(check_claims(plan, settings, sink, scratch))
     with ExitStack() as until_told, Meter(sink, "write", plan.size) as meter:
         with stage(output, plan.files, overwrite=overwrite) as staging:
 
@@ -44,15 +46,15 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
 
             if staging.foreign:
                 sink(Message("note", f"left in place beside the model: {items_in_words(staging.foreign)}"))
-            rounded = _write(plan, settings, Schedule(plan.files, settings, open_output), meter)
+            files = OpenFiles(plan.roots, scratch=scratch)
+            rounded = _write(files, settings, Schedule(plan.files, settings, open_output), meter)
             until_told.enter_context(hold_interrupts())
             staging.publish()
         return RunResult(meter.seconds, rounded)
 
 
-def _write(plan: Plan, settings: Settings, schedule: Schedule, meter: Meter) -> dict[str, Rounding]:
+def _write(files: OpenFiles, settings: Settings, schedule: Schedule, meter: Meter) -> dict[str, Rounding]:
     """Do all tasks in threads, and tell what was rounded."""
-    files = OpenFiles(plan.roots)
     budget = Budget(settings.memory)
     rounded: dict[str, Rounding] = {}
     workers: list[Worker] = []
@@ -65,8 +67,12 @@ def _write(plan: Plan, settings: Settings, schedule: Schedule, meter: Meter) -> 
             meter.add(assignment.task.size)
             schedule.give_back(assignment)
 
+    def stop() -> None:
+        schedule.stop()
+        files.stop()
+
     try:
-        run_threads(settings.jobs, work, schedule.stop)
+        run_threads(settings.jobs, work, stop)
     finally:
         schedule.close()
         files.close()

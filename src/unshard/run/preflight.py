@@ -8,8 +8,9 @@ from pathlib import Path
 
 from unshard.errors import OutputError, UnshardError, command_line
 from unshard.files import OpenFiles
-from unshard.plan.moves import Compute, Copy, Plan, PlannedFile, Tile
+from unshard.plan.moves import Copy, Plan, PlannedFile, pieces_of
 from unshard.plan.proof import is_inside
+from unshard.run.decoding import existing_place
 from unshard.run.occupants import MARKER, Occupants, survey
 from unshard.tensors import SourceFile
 from unshard.words import bytes_in_words, items_in_words
@@ -18,12 +19,10 @@ _LONGEST_NAME = 255
 """Bytes of a file name, on nearly every filesystem."""
 
 
-def check_output(plan: Plan, output: Path, *, overwrite: bool) -> list[UnshardError]:
-    """All reasons why a plan cannot be written to a directory."""
+def check_output(plan: Plan, output: Path, *, overwrite: bool, scratch: int = 0) -> list[UnshardError]:
+    """All reasons why a plan cannot be written to a directory, with `scratch` bytes beside it to decode sources to."""
     problems: list[UnshardError] = list(_check_names([file.path for file in plan.files]))
-    place = output
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = existing_place(output)
     if not place.is_dir():
         return [*problems, OutputError(f"{place}: is not a directory", hint="choose another output directory")]
     if not os.access(place, os.W_OK | os.X_OK):
@@ -33,7 +32,7 @@ def check_output(plan: Plan, output: Path, *, overwrite: bool) -> list[UnshardEr
     problems += _check_places(plan, output, occupants)
     problems += _check_occupants(output, occupants, overwrite=overwrite)
     problems += _check_sources(plan, output, occupants)
-    problems += _check_room(plan, place, output, occupants)
+    problems += _check_room(plan, place, output, occupants, scratch)
     return problems
 
 
@@ -96,28 +95,26 @@ def list_sources(plan: Plan) -> set[SourceFile]:
     for move in [move for file in plan.files for move in file.moves]:
         if isinstance(move, Copy):
             found.add(move.file)
-        elif isinstance(move, Tile):
-            found.update([piece.extent.file for piece in move.pieces])
-        elif isinstance(move, Compute):
-            found.update([piece.extent.file for operand in move.operands for piece in operand.pieces])
+        found.update([piece.extent.file for piece in pieces_of(move)])
     return found
 
 
-def _check_room(plan: Plan, place: Path, output: Path, occupants: Occupants) -> Iterator[UnshardError]:
+def _check_room(plan: Plan, place: Path, output: Path, occupants: Occupants, scratch: int) -> Iterator[UnshardError]:
     """New files are written beside the old ones, which go only when the new ones are complete."""
     disk = os.statvfs(place)
     if disk.f_blocks == 0:
         return
     freed = sum([(output / name).lstat().st_blocks * 512 for name in occupants.garbage])
     free = disk.f_bavail * disk.f_frsize + freed
-    needed = sum([_round_up(file, disk.f_frsize) for file in plan.files])
+    needed = sum([_round_up(file, disk.f_frsize) for file in plan.files]) + scratch
     if needed <= free:
         return
     old = sum([(output / name).lstat().st_blocks * 512 for name in occupants.model])
     hint = "free some space, or choose a directory on another disk"
     if free + old >= needed:
         hint += f"; removing the old model in {output} first would be enough"
-    message = f"{output}: {bytes_in_words(needed)} are needed, {bytes_in_words(free)} are free on that disk"
+    decoding = f" ({bytes_in_words(scratch)} of them for a while, to decode compressed pieces)" if scratch else ""
+    message = f"{output}: {bytes_in_words(needed)} are needed{decoding}, {bytes_in_words(free)} are free on that disk"
     yield OutputError(message, hint=hint)
 
 

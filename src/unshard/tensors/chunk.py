@@ -8,16 +8,42 @@ from dataclasses import dataclass, replace
 from unshard.dtypes import DType
 from unshard.tensors.box import Box, row_major_strides
 
+PLAIN = "plain"
+"""The encoding of bytes that lie in their file as they are."""
+
+ENCODINGS = ("zstd",)
+"""Those that must be decoded: as a stream of Zstandard (RFC 8878)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A run of a file's bytes that must be decoded, from its first byte on, before any of it can be read.
+
+    encoding:      how it is encoded, one of `ENCODINGS`.
+    start, length: the run, in bytes of the file.
+    size:          bytes of the decoded content that extents may refer to; a container may end some bytes behind them.
+    holds:         what the whole content must turn out to hold, as the format told it that read the head; None where
+                   the format has decoded all of it.
+    """
+
+    encoding: str
+    start: int
+    length: int
+    size: int
+    holds: str | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """A file, by the name of the root it lies under and its path from there, so that a plan can travel.
 
-    The roots' own places are kept beside the catalog and the plan (`Checkpoint.roots`, `Plan.roots`).
+    With `encoded`, the decoded content of a run of its bytes: offsets are counted in that. The roots' own places are
+    kept beside the catalog and the plan (`Checkpoint.roots`, `Plan.roots`).
     """
 
     root: str
     path: str
+    encoded: Encoded | None = None
 
     def __str__(self) -> str:
         return self.path
@@ -28,15 +54,19 @@ class Extent:
     """Where the bytes of a box lie: a strided view of a file.
 
     `offset` is the byte at which the first element of the box lies, `strides` are bytes between neighbours along each
-    axis of the box (0 repeats, negative is not allowed), `dtype` is the stored type. With an `encoding` other than
-    `plain` the bytes must be decoded before the view applies: such an extent feeds tiles, never a copy.
+    axis of the box (0 repeats, negative is not allowed), `dtype` is the stored type. The view of an encoded file is one
+    of its decoded content: such an extent feeds tiles, never a copy.
     """
 
     file: SourceFile
     offset: int
     strides: tuple[int, ...]
     dtype: DType
-    encoding: str = "plain"
+
+    @property
+    def encoding(self) -> str:
+        """How the bytes are encoded in the file: "plain", "zstd"."""
+        return self.file.encoded.encoding if self.file.encoded else PLAIN
 
     def span(self, sizes: Sequence[int]) -> int:
         """Bytes from the first element of a box of these sizes, which is not empty, to the end of its last."""

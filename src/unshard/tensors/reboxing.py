@@ -22,7 +22,7 @@ def slice_chunk(chunk: Chunk, axis: int, start: int, stop: int, step: int) -> Ch
     strides[axis] *= step
     offsets, sizes = list(chunk.box.offsets), list(chunk.box.sizes)
     offsets[axis], sizes[axis] = first, last - first + 1
-    extent = Extent(extent.file, extent.offset + shift, tuple(strides), extent.dtype, extent.encoding)
+    extent = Extent(extent.file, extent.offset + shift, tuple(strides), extent.dtype)
     return Chunk(Box(tuple(offsets), tuple(sizes)), extent, chunk.rank)
 
 
@@ -43,7 +43,7 @@ def chunks_at(
         rest = Box((*box.offsets[:first], *box.offsets[end:]), (*box.sizes[:first], *box.sizes[end:]))
         strides = (*extent.strides[:first], *extent.strides[end:])
         for index, shift in places:
-            moved = Extent(extent.file, extent.offset + shift, strides, extent.dtype, extent.encoding)
+            moved = Extent(extent.file, extent.offset + shift, strides, extent.dtype)
             found[index - indices.start].append(Chunk(rest, moved, chunk.rank))
     return [tuple(members) for members in found]
 
@@ -73,7 +73,7 @@ def pick_axes(chunk: Chunk, places: Sequence[int]) -> Chunk:
     box, extent = chunk.box, chunk.extent
     picked = Box(tuple([box.offsets[place] for place in places]), tuple([box.sizes[place] for place in places]))
     strides = tuple([extent.strides[place] for place in places])
-    return Chunk(picked, Extent(extent.file, extent.offset, strides, extent.dtype, extent.encoding), chunk.rank)
+    return Chunk(picked, Extent(extent.file, extent.offset, strides, extent.dtype), chunk.rank)
 
 
 def on_new_axis(chunk: Chunk, where: int, place: int) -> Chunk:
@@ -81,7 +81,7 @@ def on_new_axis(chunk: Chunk, where: int, place: int) -> Chunk:
     box, extent = chunk.box, chunk.extent
     moved = Box((*box.offsets[:where], place, *box.offsets[where:]), (*box.sizes[:where], 1, *box.sizes[where:]))
     strides = (*extent.strides[:where], 0, *extent.strides[where:])
-    return Chunk(moved, Extent(extent.file, extent.offset, strides, extent.dtype, extent.encoding), chunk.rank)
+    return Chunk(moved, Extent(extent.file, extent.offset, strides, extent.dtype), chunk.rank)
 
 
 def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, tuple[int, ...]]]) -> Iterator[Chunk]:
@@ -98,7 +98,6 @@ def _rebox(chunk: Chunk, first: int, end: int, boxes: Iterator[tuple[Box, int, t
                 extent.offset + shift,
                 (*extent.strides[:first], *strides, *extent.strides[end:]),
                 extent.dtype,
-                extent.encoding,
             ),
             chunk.rank,
         )

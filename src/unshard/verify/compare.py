@@ -17,7 +17,7 @@ from unshard.run.functions import split_rows
 from unshard.settings import Settings
 from unshard.tensors import Box, Computed, Value
 from unshard.verify.contents import same_bytes, split_bands
-from unshard.verify.reading import PlainReader
+from unshard.verify.reading import PlainReader, scratch_for
 from unshard.verify.sides import Side
 from unshard.words import count_in_words
 
@@ -108,8 +108,8 @@ def compare(left: Side, right: Side, tolerance: Tolerance, settings: Settings, s
     total = sum(value.size_in_bytes for value, _ in pairs.values())
     with (
         Meter(sink, "compare", total) as meter,
-        PlainReader(left.roots) as left_reader,
-        PlainReader(right.roots) as right_reader,
+        PlainReader(left.roots, scratch_for([a for a, _ in pairs.values()], settings.jobs)) as left_reader,
+        PlainReader(right.roots, scratch_for([b for _, b in pairs.values()], settings.jobs)) as right_reader,
     ):
 
         def one(name: str) -> TensorComparison:
@@ -118,7 +118,11 @@ def compare(left: Side, right: Side, tolerance: Tolerance, settings: Settings, s
             meter.add(a.size_in_bytes)
             return result
 
-        with ThreadPoolExecutor(settings.jobs, thread_name_prefix="compare") as pool:
+        with (
+            ThreadPoolExecutor(settings.jobs, thread_name_prefix="compare") as pool,
+            left_reader.stopping_on_error(),
+            right_reader.stopping_on_error(),
+        ):
             tensors = tuple(pool.map(one, pairs))
     return Comparison(
         tensors,

@@ -26,7 +26,7 @@ from unshard.report.meter import Meter
 from unshard.run.functions import split_rows
 from unshard.settings import Settings
 from unshard.tensors import Box, Chunk, Computed, Tensor, Value
-from unshard.verify.reading import PlainReader
+from unshard.verify.reading import PlainReader, scratch_for
 
 if TYPE_CHECKING:
     from unshard.dtypes import Array
@@ -64,18 +64,20 @@ def check_contents(
     mode: Mode,
     settings: Settings,
     sink: Sink,
+    scratch: Path | None = None,
 ) -> ContentsResult:
     """Compare every pair, byte by byte after the cast that was asked for.
 
     `mode` is "full", or "sample": both ends of every chunk and one band in 32 of the rest. Buffers stay below
-    `settings.memory`; the work is spread over `settings.jobs` threads.
+    `settings.memory`; the work is spread over `settings.jobs` threads. Compressed pieces are decoded to temporary files
+    in the directory `scratch` (None: where TMPDIR says).
     """
     band_size = settings.buffer if mode == "full" else min(settings.buffer, SAMPLED_BAND)
     result = ContentsResult()
     total = sum(pair.expected.size_in_bytes for pair in pairs)
     with (
         Meter(sink, "verify", total) as meter,
-        PlainReader(expected_roots) as sources,
+        PlainReader(expected_roots, scratch_for([pair.expected for pair in pairs], settings.jobs, scratch)) as sources,
         PlainReader(found_roots) as outputs,
     ):
         comparer = _Comparer(sources, outputs)
@@ -86,7 +88,7 @@ def check_contents(
             return done
 
         tasks = [task for pair in pairs for task in _tasks(pair, band_size, mode)]
-        with ThreadPoolExecutor(settings.jobs, thread_name_prefix="verify") as pool:
+        with ThreadPoolExecutor(settings.jobs, thread_name_prefix="verify") as pool, sources.stopping_on_error():
             for compared, problems in pool.map(check, tasks):
                 result.size += compared
                 result.problems += problems

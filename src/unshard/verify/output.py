@@ -33,7 +33,8 @@ def verify_output(target: Target, output: Path, family: str | None, options: Mer
     if options.verify != "structure":
         side_files = [pair for file in target.files if not file.holds_weights for pair in _pair_side_file(file)]
         roots = {OUTPUT_ROOT: output}
-        result = check_contents([*pairs, *side_files], target.roots, roots, options.verify, options.settings, sink)
+        all_pairs = [*pairs, *side_files]
+        result = check_contents(all_pairs, target.roots, roots, options.verify, options.settings, sink, scratch=output)
         raise_all(result.problems)
         compared = result.size
     findings = _describe_findings(target, options, family, compared)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from unshard.dtypes import DType
-from unshard.errors import VerificationError
-from unshard.files import OpenFiles
+from unshard.files import OpenFiles, Scratch, encoded_files, room_for
 from unshard.run.functions import apply
-from unshard.tensors import Box, Chunk, Computed, SourceFile, Tensor
+from unshard.tensors import Box, Chunk, Computed, SourceFile, Tensor, Value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,10 +26,13 @@ SMALL_SPAN = 256 << 10
 
 
 class PlainReader:
-    """Reads pieces of files under named roots. May be shared by threads."""
+    """Reads pieces of files under named roots. May be shared by threads.
 
-    def __init__(self, roots: Mapping[str, Path]) -> None:
-        self._files = OpenFiles(roots)
+    What is compressed is decoded anew, to `scratch`.
+    """
+
+    def __init__(self, roots: Mapping[str, Path], scratch: Scratch | None = None) -> None:
+        self._files = OpenFiles(roots, scratch=scratch)
 
     def __enter__(self) -> PlainReader:
         return self
@@ -38,6 +41,15 @@ class PlainReader:
         self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
     ) -> None:
         self._files.close()
+
+    @contextmanager
+    def stopping_on_error(self) -> Iterator[None]:
+        """An error inside of the `with` ends what other threads decode."""
+        try:
+            yield
+        except BaseException:
+            self._files.stop()
+            raise
 
     def read_run(self, file: SourceFile, base: int, start: int, sizes: Sequence[int], dtype: DType) -> Array:
         """`sizes` elements from element `start` of a contiguous tensor whose first byte is `base`."""
@@ -71,8 +83,6 @@ class PlainReader:
         import numpy as np
 
         extent, sizes = chunk.extent, chunk.box.sizes
-        if extent.encoding != "plain":
-            raise VerificationError(f"`{extent.file}`: {extent.encoding} data cannot be verified")
         if extent.is_contiguous(sizes):
             return self.read_run(extent.file, extent.offset, 0, sizes, extent.dtype)
         needed = chunk.size_in_bytes
@@ -94,6 +104,13 @@ class PlainReader:
         data = np.empty(size, np.uint8)
         self._files.read_into(file, offset, data.data)
         return data
+
+
+def scratch_for(values: Iterable[Value], workers: int, directory: Path | None = None) -> Scratch:
+    """The scratch space for values that are read in this order."""
+    tensors = (value.inputs if isinstance(value, Computed) else (value,) for value in values)
+    uses = (encoded_files([chunk for tensor in inputs for chunk in tensor.chunks]) for inputs in tensors)
+    return Scratch(directory, room_for(uses, workers))
 
 
 def cast(array: Array, dtype: DType) -> Array:

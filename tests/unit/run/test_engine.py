@@ -22,7 +22,7 @@ from unshard.run.local import run_plan
 from unshard.run.threads import Budget
 from unshard.settings import Settings
 from unshard.target import Seal
-from unshard.tensors import Chunk, Extent, SourceFile, Tensor, concat
+from unshard.tensors import Chunk, Encoded, Extent, SourceFile, Tensor, concat
 
 SMALL = Settings(jobs=2, memory=1 << 16, buffer=1 << 10)
 RANDOM = np.random.default_rng(0)
@@ -240,13 +240,14 @@ def test_a_source_that_is_gone_or_cut_short_leaves_nothing(tmp_path: Path, doubl
     assert not (tmp_path / "out").exists()
 
 
-def test_encoded_data_is_refused(tmp_path: Path) -> None:
+def test_encoded_data_that_is_damaged_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "z").write_bytes(b"\0" * 8)
     chunk = write_array(tmp_path, "w", np.zeros(8, np.uint8)).chunks[0]
-    encoded = Chunk(chunk.box, Extent(SourceFile(ROOT, "z"), 0, (1,), U8, encoding="zstd"))
+    encoded = Chunk(chunk.box, Extent(SourceFile(ROOT, "z", Encoded("zstd", 0, 8, 8)), 0, (1,), U8))
     todo = plan(tmp_path, PlannedFile("m", 8, (Tile(0, U8, (8,), (encoded,), "w"),)))
-    with pytest.raises(FormatError, match="zstd data cannot be decoded"):
+    with pytest.raises(FormatError, match="z: the item at byte 0: no zstd stream: a frame begins with 00 00 00 00"):
         run_plan(todo, tmp_path / "out", SMALL, ignore)
+    assert not (tmp_path / "out").exists()
 
 
 def test_copying_loads_no_numpy(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ from unshard.plan.moves import Copy, Plan, PlannedFile, Tile
 from unshard.report.events import ignore
 from unshard.run.local import run_plan
 from unshard.settings import Settings
-from unshard.tensors import Box, Chunk, Extent, SourceFile
+from unshard.tensors import Box, Chunk, Encoded, Extent, SourceFile
 file = SourceFile("source", "a")
 pieces = [Chunk(Box((row, 0), (1, 5)), Extent(file, 100 + 20 * row, (20, 4), F32)) for row in range(3)]
 moves = (Copy(0, 100, file, 0), Tile(100, F32, (3, 5), tuple(pieces), "bias"))

@@ -18,19 +18,21 @@ _COPY = "copy the files again, or take an earlier checkpoint"
 class Faults:
     """The faults by kind. Dicts and lists name tensors; keys of dicts are what they have in common.
 
-    missing:   files that are not there.
-    short:     files that end before the pieces do, by name and size.
-    unplaced:  pieces that the metadata give no place.
-    unheld:    element types that safetensors cannot hold.
-    retyped:   what is recorded and what is stored, where they are two types.
-    reshaped:  pieces of another shape than is recorded.
-    damaged:   pieces that cannot be read at all.
+    missing:     files that are not there.
+    short:       files that end before the pieces do, by name and size.
+    unplaced:    pieces that the metadata give no place.
+    unheld:      element types that safetensors cannot hold.
+    transformed: ways of writing that are not undone, and what to do about it.
+    retyped:     what is recorded and what is stored, where they are two types.
+    reshaped:    pieces of another shape than is recorded.
+    damaged:     pieces that cannot be read at all.
     """
 
     missing: dict[str, set[str]] = field(default_factory=dict)
     short: dict[tuple[SourceFile, int], set[str]] = field(default_factory=dict)
     unplaced: dict[str, int] = field(default_factory=dict)
     unheld: dict[str, list[str]] = field(default_factory=dict)
+    transformed: dict[tuple[str, str | None], list[str]] = field(default_factory=dict)
     retyped: dict[str, list[str]] = field(default_factory=dict)
     reshaped: dict[str, str] = field(default_factory=dict)
     damaged: list[FormatError] = field(default_factory=list)
@@ -48,6 +50,8 @@ class Faults:
             yield IncompleteError(text, hint=_COPY)
         for dtype, held in self.unheld.items():
             yield FormatError(f"elements of type {dtype}, which safetensors cannot hold: {_tensors(held)}")
+        for (how, hint), held in self.transformed.items():
+            yield FormatError(f"{how}: {_tensors(held)}", hint=hint)
         for types, held in self.retyped.items():
             yield FormatError(f"the metadata record {types}: {_tensors(held)}", hint=_COPY)
         if self.reshaped:

@@ -4,6 +4,8 @@ An item is a whole archive of torch.save with one tensor in it. A large checkpoi
 of a few shapes. Their archives differ in the elements and the checksums of these only: an item that has the length of
 one that was read whole, and the same bytes before the elements, has its elements at the same place.
 
+An item that the writer compressed is told by its head, whatever it holds, and proven when it is decoded (`encoded`).
+
 With `SerializationFormat.SAFETENSORS` (torch 2.8, `filesystem.py`) the tensors of a file are one safetensors file
 behind the objects; what is recorded as the offset of each is where that begins, and as the length that of its elements.
 """
@@ -17,19 +19,14 @@ from pathlib import Path
 
 from unshard.dtypes import DType
 from unshard.errors import FormatError
+from unshard.formats.dcp.encoded import ITEM_LIMITS, LONGEST_HEAD, as_tensor, read_encoded
 from unshard.formats.dcp.metadata import Place
-from unshard.formats.dcp.transforms import refuse_transforms
+from unshard.formats.dcp.transforms import encoding_of
 from unshard.formats.safetensors_file import read_header
-from unshard.formats.state_dict import read_whole, what_it_is
-from unshard.formats.torch_file import Limits, StoredTensor, UnsupportedTensor, read_torch_file
+from unshard.formats.state_dict import read_whole
+from unshard.formats.torch_file import StoredTensor, read_torch_file
 from unshard.formats.torch_file.slices import FileSlice
 from unshard.tensors import Box, Chunk, Extent, SourceFile, Tensor
-
-ITEM_LIMITS = Limits(pickle_bytes=1 << 16, directory_bytes=1 << 16, operations=10_000, objects=10_000)
-"""Of an item with one tensor. Torch writes about 300 bytes of pickle, and 400 of directory."""
-
-LONGEST_HEAD = 1 << 14
-"""Bytes. Heads have 400 to 1,100; with a `.storage_alignment` of pages, a few of these."""
 
 MOST_HEADS, MOST_HEAD_SIZES = 4096, 8
 """How many heads are remembered, and of how many sizes among items of one length."""
@@ -73,9 +70,15 @@ class PayloadFinder:
     _header: _Header | None = None
 
     def find(self, file: DataFile, request: Request) -> Stored:
-        """The tensor that a piece was written as. FormatError where there is none to be read."""
+        """The tensor that a piece was written as.
+
+        Raises FormatError where there is none to be read, TransformError where it was written in a way that is not
+        undone.
+        """
         place = request.place
-        refuse_transforms(place.transforms, str(file.name))
+        encoding = encoding_of(place.transforms)
+        if encoding is not None:
+            return _stored(read_encoded(file.source, file.name, place, encoding))
         sizes = self._head_sizes.get(place.length, ())
         head = file.source.read(place.offset, max(sizes, default=min(4, place.length)))
         for size in sizes:
@@ -85,11 +88,12 @@ class PayloadFinder:
         return self._read_archive(file, place) if head.startswith(b"PK") else self._read_safetensors(file, request)
 
     def _read_archive(self, file: DataFile, place: Place) -> Stored:
-        tensor = read_torch_file(file.path, file.name, start=place.offset, length=place.length, limits=ITEM_LIMITS).root
-        if not isinstance(tensor, StoredTensor):
-            what = tensor.reason if isinstance(tensor, UnsupportedTensor) else f"is {what_it_is(tensor)}"
-            raise FormatError(f"{file.name}: the tensor at byte {place.offset:,} {what}")
-        stored = Stored(tensor.dtype, tensor.shape, _only_extent(read_whole(tensor, None)))
+        root = read_torch_file(file.path, file.name, start=place.offset, length=place.length, limits=ITEM_LIMITS).root
+        try:
+            tensor = as_tensor(root)
+        except FormatError as error:
+            raise FormatError(f"{file.name}: the item at byte {place.offset:,}: {error.message}") from None
+        stored = _stored(tensor)
         self._remember(file, place, tensor.storage.offset - place.offset, stored)
         return stored
 
@@ -137,6 +141,10 @@ def _read_header(file: DataFile, start: int) -> _Header:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{file.name}: its {SHARDING} is damaged") from error
     return _Header(file.name, start, header.tensors, offsets)
+
+
+def _stored(tensor: StoredTensor) -> Stored:
+    return Stored(tensor.dtype, tensor.shape, _only_extent(read_whole(tensor, None)))
 
 
 def _moved(stored: Stored, file: SourceFile, by: int) -> Stored:

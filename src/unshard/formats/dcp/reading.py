@@ -9,10 +9,12 @@ from typing import TypeAlias
 from unshard.checkpoint import Note
 from unshard.dtypes import DType
 from unshard.errors import FormatError
-from unshard.formats.dcp.directory import Directory, rank_of
+from unshard.formats.dcp.directory import Directory
 from unshard.formats.dcp.faults import Faults
+from unshard.formats.dcp.file_names import rank_of
 from unshard.formats.dcp.metadata import Metadata, Piece, TensorEntry
 from unshard.formats.dcp.payloads import DataFile, PayloadFinder, Request, Stored
+from unshard.formats.dcp.transforms import TransformError
 from unshard.formats.dcp.uneven import Written, settle
 from unshard.formats.torch_file.slices import open_slice
 from unshard.tensors import Box, Chunk, Tensor
@@ -98,6 +100,9 @@ class TensorReader:
     def _find_one(self, file: DataFile, request: Request) -> Stored | None:
         try:
             stored = self._finder.find(file, request)
+        except TransformError as error:
+            self.faults.transformed.setdefault((error.message, error.hint), []).append(request.name)
+            return None
         except FormatError as error:
             self.faults.damaged.append(FormatError(f"`{request.name}`: {error.message}", hint=error.hint))
             return None

@@ -175,7 +175,7 @@ def _integers(values: Any) -> tuple[int, ...]:
 def _read_integers(tensor: StoredTensor, roots: Mapping[str, Path]) -> tuple[int, ...]:
     """The values of a small contiguous integer tensor; empty where they cannot be read plainly."""
     storage, count, code = tensor.storage, prod(tensor.shape), _INTEGERS.get(tensor.dtype.name)
-    if code is None or storage.encoding != "plain" or count > _MAX_RANKS or tensor.offset:
+    if code is None or count > _MAX_RANKS or tensor.offset:
         return ()
     size = count * tensor.dtype.itemsize
     if size > storage.nbytes:

@@ -27,7 +27,7 @@ def read_step(path: Path) -> int | None:
 
 
 def _read_scalar(path: Path, tensor: StoredTensor) -> int | None:
-    if tensor.shape not in ((), (1,)) or tensor.dtype not in (I32, I64) or tensor.storage.encoding != "plain":
+    if tensor.shape not in ((), (1,)) or tensor.dtype not in (I32, I64):
         return None
     size = tensor.dtype.itemsize
     with path.open("rb") as file:

@@ -36,7 +36,10 @@ LONGEST_COMMENT = 0xFFFF
 
 
 class Member(NamedTuple):
-    """One entry of the directory. `offset` is that of the local header, `packed_size` and `size` are in bytes."""
+    """One entry of the directory. `offset` is that of the local header, `packed_size` and `size` are in bytes.
+
+    `checksum` is the CRC-32 of the content, or 0 where torch was told not to compute any (`set_crc32_options`).
+    """
 
     name: bytes
     flags: int
@@ -44,6 +47,7 @@ class Member(NamedTuple):
     packed_size: int
     size: int
     offset: int
+    checksum: int
 
     def __str__(self) -> str:
         return self.name.decode("utf-8", "backslashreplace")
@@ -159,7 +163,7 @@ def _parse_directory(data: bytes, count: int) -> dict[bytes, Member]:
             method,
             _,
             _,
-            _,
+            checksum,
             packed,
             size,
             name_size,
@@ -177,7 +181,7 @@ def _parse_directory(data: bytes, count: int) -> dict[bytes, Member]:
             raise FormatError("the archive's directory is damaged")
         if size == FULL32 or packed == FULL32 or offset == FULL32:
             size, packed, offset = _widen(data[extra_at : extra_at + extra_size], size, packed, offset)
-        member = Member(data[name_at:extra_at], flags, method, packed, size, offset)
+        member = Member(data[name_at:extra_at], flags, method, packed, size, offset, checksum)
         if member.name in members:
             raise FormatError(f"the archive has two members named {member}")
         if method == STORED and packed != size:

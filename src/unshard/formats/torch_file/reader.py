@@ -46,13 +46,14 @@ def read_torch_file(
     """
     try:
         with open_slice(path, start, length) as source:
-            return _read(source, file, limits)
+            return read_slice(source, file, limits)
     except FormatError as error:
         place = f"{file}" if length is None else f"{file} (bytes {start} to {start + length})"
         raise FormatError(f"{place}: {error.message}", hint=error.hint) from error.__cause__
 
 
-def _read(source: FileSlice, file: SourceFile, limits: Limits) -> TorchFile:
+def read_slice(source: FileSlice, file: SourceFile, limits: Limits) -> TorchFile:
+    """The same for an open file or item. Errors do not name it; offsets in `Storage` are absolute in the open file."""
     head = source.read_at_most(0, HEAD_SIZE)
     try:
         if head.startswith(b"PK\x03\x04"):

@@ -19,7 +19,7 @@ class Storage:
     """The bytes of one storage in the file.
 
     `offset` is the byte at which the payload begins in `file`, `nbytes` its length. `dtype` is None for untyped
-    storages. `numel` counts elements of `dtype` (bytes if untyped). `encoding` is that of `tensors.Extent`.
+    storages. `numel` counts elements of `dtype` (bytes if untyped).
     """
 
     file: SourceFile
@@ -28,7 +28,6 @@ class Storage:
     numel: int
     offset: int
     nbytes: int
-    encoding: str = "plain"
 
 
 @dataclass(slots=True, eq=False)

@@ -6,10 +6,13 @@ and some that do not matter here (`version`, `.format_version`, `.storage_alignm
 
 from __future__ import annotations
 
+import zlib
+
 from unshard.errors import FormatError
 from unshard.formats.torch_file.archive import STORED, Archive
-from unshard.formats.torch_file.refusals import refuse_byte_order
+from unshard.formats.torch_file.refusals import AGAIN, refuse_byte_order
 
+READ_AT_ONCE = 1 << 20
 SAVE_AGAIN = "load it with torch.load and save it again with torch.save"
 
 
@@ -36,6 +39,17 @@ class TorchZip:
         if member.size != nbytes:
             raise FormatError(f"storage {key} has {member.size} bytes in the archive, but {nbytes} in its pickle")
         return self._archive.source.start + self._archive.locate(name)
+
+    def check_storage(self, key: str) -> None:
+        """Raise FormatError where the checksum of a storage, which must be there, does not hold."""
+        name = self.folder + b"data/" + key.encode()
+        member, payload = self._archive.members[name], self._archive.locate(name)
+        found = 0
+        for done in range(0, member.size, READ_AT_ONCE):
+            data = self._archive.source.read(payload + done, min(READ_AT_ONCE, member.size - done))
+            found = zlib.crc32(data, found)
+        if member.checksum not in (0, found):
+            raise FormatError(f"the checksum of storage {key} does not hold", hint=AGAIN)
 
     def _refuse_other_uses(self) -> None:
         names = self._archive.members

@@ -11,9 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from unshard.errors import FormatError
+from unshard.files.room import Scratch
 from unshard.tensors import SourceFile
+
+if TYPE_CHECKING:
+    from unshard.files.scratch import DecodedFiles
 
 MOST_OPEN = 512
 """A cluster's checkpoint has thousands of files; a process may often open 1024, and needs some for itself."""
@@ -26,10 +31,14 @@ class _Entry:
 
 
 class OpenFiles:
-    """A bounded cache of descriptors of files under named roots. May be shared by threads."""
+    """A bounded cache of descriptors of files under named roots. May be shared by threads.
 
-    def __init__(self, roots: Mapping[str, Path], most: int | None = None) -> None:
-        self._roots = roots
+    `scratch` is where encoded files are decoded, if any is read.
+    """
+
+    def __init__(self, roots: Mapping[str, Path], most: int | None = None, scratch: Scratch | None = None) -> None:
+        self._roots, self._scratch = roots, scratch
+        self._decoded: DecodedFiles | None = None
         self._most = most if most is not None else min(MOST_OPEN, _descriptor_limit() // 2)
         self._entries: OrderedDict[SourceFile, _Entry] = OrderedDict()
         self._lock = Lock()
@@ -46,7 +55,10 @@ class OpenFiles:
 
     @contextmanager
     def use(self, file: SourceFile) -> Iterator[int]:
-        """A descriptor that stays open inside the `with`. Raises FormatError where the file cannot be opened."""
+        """A descriptor that stays open inside the `with`. Raises FormatError where the file cannot be opened.
+
+        What an encoded file decodes to has no descriptor of its own: `read_into` reads it.
+        """
         with self._lock:
             entry = self._entries.get(file)
             if entry is None:
@@ -61,7 +73,13 @@ class OpenFiles:
                 self._close_unused(self._most)
 
     def read_into(self, file: SourceFile, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `offset`. Raises FormatError where the file ends before, or cannot be read."""
+        """Fill `buffer` from byte `offset`; of an encoded file, from that byte of its decoded content.
+
+        Raises FormatError where the file ends before, or cannot be read; where it is encoded, also OutputError.
+        """
+        if file.encoded is not None:
+            self._decode().read_into(file, file.encoded, offset, buffer)
+            return
         done = 0
         with self.use(file) as descriptor:
             while done < len(buffer):
@@ -79,10 +97,26 @@ class OpenFiles:
         message = f"{self.path(file)}: ends at byte {end:,}, but bytes up to {needed:,} are needed"
         return FormatError(message, hint="the file was truncated, or is still being written: copy it again, then rerun")
 
+    def stop(self) -> None:
+        """Let threads that decode files fail soon: nobody waits for them any more."""
+        if self._decoded is not None:
+            self._decoded.stop()
+
     def close(self) -> None:
-        """Close every descriptor that is not in use."""
+        """Close every descriptor that is not in use, and give scratch space back."""
+        if self._decoded is not None:
+            self._decoded.close()
         with self._lock:
             self._close_unused(0)
+
+    def _decode(self) -> DecodedFiles:
+        """Made on first use: most checkpoints have nothing to decode."""
+        from unshard.files.scratch import DecodedFiles
+
+        with self._lock:
+            if self._decoded is None:
+                self._decoded = DecodedFiles(self, self._scratch or Scratch())
+            return self._decoded
 
     def _open(self, file: SourceFile) -> int:
         path = self.path(file)
