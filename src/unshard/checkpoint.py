@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from unshard.errors import UnshardError
+from unshard.options import Weights
 from unshard.tensors import SourceFile, Tensor
 
 Shape: TypeAlias = tuple[int, ...]
@@ -56,6 +57,7 @@ class Checkpoint:
     facts:    what the training framework recorded of the model's architecture, under Megatron-LM's argument names
               (`num_query_groups`, `apply_layernorm_1p`, …), as plain JSON values; empty where nothing was recorded.
     skipped:  entries of the state dict that are no tensors, with the reason.
+    weights:  which copy of the parameters was read, where the checkpoint keeps two; None where it keeps one.
     excluded: parameters that the model has and that were left out when it was saved, with their shapes: a base model
               must give them (`--fill-from`), or there is nothing to merge.
     problems: errors that forbid a merge, all of them; `inspect` shows them.
@@ -74,6 +76,7 @@ class Checkpoint:
     dialect: Dialect = "huggingface"
     facts: Mapping[str, Any] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
+    weights: Weights | None = None
     excluded: Mapping[str, Shape] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     problems: tuple[UnshardError, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unshard.formats.contract import Format
 from unshard.formats.dcp import Dcp
+from unshard.formats.deepspeed import DeepSpeed
 from unshard.formats.fsdp import Fsdp
 from unshard.formats.full import FullStateDict
 from unshard.formats.huggingface.reader import HuggingFace
@@ -19,6 +20,7 @@ FORMATS: tuple[Format, ...] = (
     MegatronDist(),
     MegatronFsdp(),
     Dcp(),
+    DeepSpeed(),
     VerlAdapter(),
     HuggingFace(),
     FullStateDict(),

@@ -11,14 +11,14 @@ from unshard.errors import FormatError, UnshardError
 from unshard.formats.megatron.facts import read_facts
 from unshard.formats.megatron.names import Skipped, strip_wrappers
 from unshard.formats.megatron.ranks.directories import RankDirectory
-from unshard.formats.state_dict import MAX_ENTRIES, read_whole, what_it_is
+from unshard.formats.nested import flatten
+from unshard.formats.state_dict import read_whole, what_it_is
 from unshard.formats.torch_file import Opaque, StoredTensor, UnsupportedTensor, WrapperSubclass, read_torch_file
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
 
 _STAGE = re.compile(r"model(\d{1,4})")
 _READ = {"model", "args", "checkpoint_version", "iteration"}
-_MAX_DEPTH = 16
 _MAX_STAGES = 10_000
 _LISTED = 20
 _DEQUANTISE = "load the checkpoint in Megatron-LM and save it without --fp8-param-gather"
@@ -104,7 +104,7 @@ def _tensors(
     state: Mapping[Any, Any], directory: RankDirectory, number: int, skipped: Skipped, unreadable: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a state dict; what is no weight is counted, what cannot be read is described."""
-    for stored, value in _flatten(state, directory):
+    for stored, value in flatten(state, str(directory.path)):
         name = strip_wrappers(stored)
         if skipped.take(name):
             continue
@@ -124,26 +124,3 @@ def _tensors(
 def _is_quantised(value: Opaque) -> bool:
     """Whether an object is a tensor of TransformerEngine (`Float8Tensor`, `MXFP8Tensor`): bytes and scales."""
     return value.cls.module.partition(".")[0] == "transformer_engine" and "Tensor" in value.cls.name
-
-
-def _flatten(state: Mapping[Any, Any], directory: RankDirectory) -> Iterator[tuple[str, Any]]:
-    """The entries of nested dicts in stored order, keys joined by dots; keys that are no text are left out.
-
-    Raises FormatError for more of them than any model has: dicts that share others can hold very many.
-    """
-    waiting: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter(state.items()))]
-    seen = 0
-    while waiting:
-        prefix, entries = waiting[-1]
-        for key, value in entries:
-            seen += 1
-            if seen > MAX_ENTRIES:
-                raise FormatError(f"{directory.path}: a state dict of more than {MAX_ENTRIES:,} entries")
-            if not isinstance(key, str):
-                continue
-            if isinstance(value, Mapping) and len(waiting) < _MAX_DEPTH:
-                waiting.append((f"{prefix}{key}.", iter(value.items())))
-                break
-            yield f"{prefix}{key}", value
-        else:
-            waiting.pop()

@@ -1,0 +1,122 @@
+"""The files of a tag's directory, told apart by their names.
+
+| name                                                    | what                                                       |
+|---------------------------------------------------------|------------------------------------------------------------|
+| `mp_rank_{TT}_model_states.pt`                          | the module of one model-parallel rank, whole (stages 0-2)  |
+| `zero_pp_rank_{D}_mp_rank_{TT}_model_states.pt`         | what one data-parallel rank says of it (stage 3)           |
+| `[bf16_]zero_pp_rank_{D}_mp_rank_{TT}_optim_states.pt`  | that rank's partition of the masters                       |
+| `[layer_{L}_]expert_{E}_mp_rank_{TT}_model_states.pt`   | one expert                                                 |
+| `layer_{LL}[-model_{TT}]-model_states.pt`               | one layer of a pipeline                                    |
+
+`pp_rank` is the data-parallel rank. Old releases left out the underscore in front of `optim`. Source: DeepSpeed
+`runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`), `runtime/pipe/module.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from unshard.formats.contract import Source
+from unshard.tensors import SourceFile
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,7})_)?mp_rank_(?P<mp>\d{1,6})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d{1,7})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")
+_EXPERT = re.compile(
+    r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_model_states\.pt"
+)
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<mp>\d{1,6}))?-model_states\.pt")
+_MAX_FILES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file: where it is, and how the catalog names it."""
+
+    path: Path
+    name: SourceFile
+
+
+@dataclass(slots=True)
+class TagFiles:
+    """All files of a tag. Ranks are numbers in their names; D is a data-parallel rank, M a model-parallel one.
+
+    model:     (D, M) → model states; D is None where one file stands for all.
+    optimizer: (D, M) → optimizer states.
+    experts:   (MoE layer, expert, M) → one expert; the layer is None in the names of old releases.
+    layers:    (layer, tensor rank) → one layer of a pipeline.
+    """
+
+    model: dict[tuple[int | None, int], File] = field(default_factory=dict)
+    optimizer: dict[tuple[int, int], File] = field(default_factory=dict)
+    experts: dict[tuple[int | None, int, int], File] = field(default_factory=dict)
+    layers: dict[tuple[int, int], File] = field(default_factory=dict)
+
+    def add(self, file: File) -> None:
+        """Take a file in, if its name is one of those above and no other file stands for the same."""
+        name = file.path.name
+        if match := _MODEL.fullmatch(name):
+            rank = int(match["dp"]) if match["dp"] else None
+            self.model.setdefault((rank, int(match["mp"])), file)
+        elif match := _OPTIMIZER.fullmatch(name):
+            self.optimizer.setdefault((int(match["dp"]), int(match["mp"])), file)
+        elif match := _EXPERT.fullmatch(name):
+            layer = int(match["layer"]) if match["layer"] else None
+            self.experts.setdefault((layer, int(match["expert"]), int(match["mp"])), file)
+        elif match := _LAYER.fullmatch(name):
+            self.layers.setdefault((int(match["layer"]), int(match["mp"] or 0)), file)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.model or self.optimizer or self.layers)
+
+    @property
+    def model_ranks(self) -> list[int]:
+        """The model-parallel ranks that files speak of."""
+        return sorted({rank for _, rank in self.model} | {rank for _, rank in self.optimizer})
+
+
+def is_of_tag(name: str) -> bool:
+    """Whether a file of that name lies in the directory of a tag, and nowhere else."""
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _OPTIMIZER, _LAYER))
+
+
+def find_files(roots: Mapping[str, Path], tag: str) -> TagFiles:
+    """The files of a tag under all roots. A further root may be the tag's directory, or have one of its name."""
+    found = TagFiles()
+    for root, directory in roots.items():
+        for relative, place in (("", directory), (f"{tag}/", directory / tag)):
+            for name in sorted(_names_in(place)):
+                found.add(File(place / name, SourceFile(root, relative + name)))
+    return found
+
+
+def tag_of(source: Source) -> Path:
+    """The directory of the tag that a source is, or that its file lies in."""
+    return source.path if source.path.is_dir() else source.path.absolute().parent
+
+
+def describe(files: Iterable[str]) -> str:
+    """What lies in a directory of such files, in a few words; "" if it is no directory of a tag."""
+    found = TagFiles()
+    for name in files:
+        found.add(File(Path(name), SourceFile("", name)))
+    if found.is_empty:
+        return ""
+    if found.layers:
+        return f"a DeepSpeed checkpoint, {len({layer for layer, _ in found.layers})} layers of a pipeline"
+    ranks = {rank for rank, _ in found.optimizer}
+    if not ranks:
+        return "a DeepSpeed checkpoint, model states alone"
+    return f"a DeepSpeed checkpoint, ZeRO partitions of {len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+
+
+def _names_in(directory: Path) -> Iterator[str]:
+    try:
+        yield from [entry.name for entry in islice(os.scandir(directory), _MAX_FILES)]
+    except (FileNotFoundError, NotADirectoryError):
+        return

@@ -1,0 +1,33 @@
+"""The format of DeepSpeed's `engine.save_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from unshard.checkpoint import Checkpoint
+from unshard.formats.contract import Source
+from unshard.formats.deepspeed.files import describe, is_of_tag
+
+_MAX_LOOKED_AT = 1 << 16
+
+
+class DeepSpeed:
+    """The format: the directory of one tag (`global_step500`), or any file of it. Its steps are the modules beside."""
+
+    name = "deepspeed"
+    backends: Sequence[str] = ("deepspeed",)
+
+    def detect(self, path: Path) -> str | None:
+        """By file names alone."""
+        if path.is_file():
+            return "one file of a DeepSpeed checkpoint" if is_of_tag(path.name) else None
+        return describe([entry.name for entry in islice(os.scandir(path), _MAX_LOOKED_AT)]) or None
+
+    def read(self, source: Source) -> Checkpoint:
+        """The catalog of all ranks. Raises FormatError and IncompleteError where nothing can be said at all."""
+        from unshard.formats.deepspeed.reading import read_tag  # late: to detect takes names only
+
+        return read_tag(source)

@@ -1,0 +1,300 @@
+"""From the files of a tag to a catalog: each model-parallel rank by itself, then all of them together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from unshard.checkpoint import Checkpoint, Note, Shape
+from unshard.errors import FormatError, IncompleteError, UnshardError, command_line, raise_all
+from unshard.formats.contract import Source
+from unshard.formats.deepspeed.experts import check_files, check_masters, is_expert, merge_files
+from unshard.formats.deepspeed.files import File, TagFiles, find_files, tag_of
+from unshard.formats.deepspeed.masters import join_partitions
+from unshard.formats.deepspeed.model_parallel import join_model, missing_ranks
+from unshard.formats.deepspeed.partitions import Partitions, read_partitions
+from unshard.formats.deepspeed.states import ModelStates, read_model_states
+from unshard.formats.deepspeed.stored import read_state
+from unshard.formats.deepspeed.weights import Weights, Widened, read_weights, same_parameters
+from unshard.formats.surroundings import look_around
+from unshard.options import Weights as Choice
+from unshard.tensors import Tensor
+from unshard.words import count_in_words, items_in_words
+
+_PARENTS = 2
+"""How far above a tag a config may lie: Trainer's `checkpoint-N`, accelerate's `pytorch_model` in a directory."""
+_TAKE_MODEL = "--weights model takes the module's own weights, which need no optimizer states"
+
+
+def read_tag(source: Source) -> Checkpoint:
+    """The catalog of a tag. Raises what is wrong where no model states can be read."""
+    directory = tag_of(source)
+    files = find_files(source.roots, directory.name)
+    reader = _Reader(source, files)
+    reader.read_states()
+    if not reader.states:
+        raise_all(reader.problems or [_no_states(files, str(directory))])
+    held = {rank: reader.read_rank(rank) for rank in sorted(reader.states)}
+    whole = join_model(source, files, reader.states, held, reader.widen_layers, reader.problems)
+    around = look_around([directory, *source.also], _PARENTS)
+    return Checkpoint(
+        format="deepspeed",
+        title=reader.title(),
+        roots={**source.roots, **(around.roots or {})},
+        tensors=whole.tensors,
+        config=around.config,
+        assets=around.assets,
+        world_size=reader.ranks,
+        mesh=((("dp", reader.ranks),) if reader.ranks else ()) + whole.mesh,
+        placements=whole.cuts,
+        adapter=around.adapter,
+        dialect=whole.dialect,
+        facts=whole.facts,
+        weights=reader.taken,
+        excluded=reader.excluded,
+        notes=(*whole.notes, *reader.all_notes()),
+        problems=(*reader.problems, *around.problems),
+    )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads a tag rank by rank.
+
+    states:   by model-parallel rank, the model states of its first data-parallel rank.
+    ranks:    data-parallel ranks over which masters are partitioned; None where there are no partitions.
+    taken:    which weights were read; None where the checkpoint keeps them once.
+    """
+
+    source: Source
+    files: TagFiles
+    states: dict[int, ModelStates] = field(default_factory=dict)
+    problems: list[UnshardError] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    widened: Widened = field(default_factory=Widened)
+    excluded: dict[str, Shape] = field(default_factory=dict)
+    mastered: int = 0
+    stage: int = 0
+    ranks: int | None = None
+    taken: Choice | None = None
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    # -- model states --------------------------------------------------------------------------------------------------
+
+    def read_states(self) -> None:
+        """The first model states of each model-parallel rank, and whether all ranks are there and of one step."""
+        firsts: dict[int, File] = {}
+        for (_, rank), file in sorted(self.files.model.items(), key=lambda item: _order(item[0][0])):
+            firsts.setdefault(rank, file)
+        for rank, file in sorted(firsts.items()):
+            states = self._read(file)
+            if states is not None:
+                self.states[rank] = states
+        if self.states and not self.problems:
+            self.problems += missing_ranks(self.states)
+            self.problems += _one_step(self.states.values())
+
+    def _read(self, file: File) -> ModelStates | None:
+        try:
+            return read_model_states(file)
+        except FormatError as error:
+            self.problems.append(error)
+            return None
+
+    def _all_states(self, rank: int, stage: int, partitions: Partitions | None) -> list[ModelStates]:
+        """The model states of all data-parallel ranks, where they hold pieces of frozen parameters."""
+        states = self.states[rank]
+        if stage != 3 or not states.frozen:
+            return [states]
+        recorded = states.recorded.get("dp_world_size")
+        count = len(partitions.partitions) if partitions else recorded if type(recorded) is int else 1
+        found, missing = [], []
+        for data_rank in range(min(count, 1 << 20)):
+            file = self.files.model.get((data_rank, rank))
+            if file is None:
+                missing.append(states.file.path.name.replace("pp_rank_0_", f"pp_rank_{data_rank}_"))
+            else:
+                one = states if file == states.file else self._read(file)
+                found += [one] if one is not None else []
+        if missing:
+            text = f"pieces of frozen parameters are missing: no {items_in_words(missing)}"
+            self.problems.append(IncompleteError(text, hint="fetch these files, or add their place: --also DIR"))
+        self.problems += _one_step(found)
+        return found if not missing else []
+
+    # -- one rank ------------------------------------------------------------------------------------------------------
+
+    def read_rank(self, rank: int) -> Mapping[str, Tensor]:
+        """The tensors of one model-parallel rank, in the order of its module."""
+        states = self.states[rank]
+        partitions = self._partitions(rank)
+        stage = partitions.stage if partitions else _configured_stage(states)
+        self.stage = max(self.stage, stage)
+        weights = read_weights(states, self._all_states(rank, stage, partitions), rank, self.problems)
+        self.excluded |= weights.excluded
+        self._add_experts(rank, weights)
+        masters = self._masters(states, partitions)
+        shared = same_parameters(states)
+        self.kinds.update([tensor.dtype.name for name, tensor in weights.stored.items() if name not in states.buffers])
+        self.kinds.update([tensor.dtype.name for tensor in weights.rounded.values()])
+        if stage == 3 and not partitions and weights.rounded:
+            self.problems += [] if self.problems else [_no_partitions(self.files, states)]
+            return {}
+        if self.source.weights == "model" and partitions:
+            self.taken = "model"
+            masters = {name: _round(tensor, weights) for name, tensor in masters.items()}
+            return _ordered(masters | weights.stored, weights.order, shared)
+        if not masters:
+            self._note_without_masters(states, partitions)
+            return _ordered(weights.stored, weights.order, shared)
+        self.taken = "master"
+        self.mastered += len(masters)
+        stored = {name: tensor for name, tensor in weights.stored.items() if name not in masters and name not in shared}
+        beside = self.widened.widen(stored, (), states.buffers)
+        if self.files.experts:
+            self.problems += check_masters(filter(is_expert, masters), weights.stored)
+        return _ordered(beside | masters, weights.order, shared)
+
+    def _partitions(self, rank: int) -> Partitions | None:
+        """What the optimizer files of a rank hold; None without any, and where they are not wanted."""
+        files = {
+            data_rank: file for (data_rank, model_rank), file in self.files.optimizer.items() if model_rank == rank
+        }
+        unneeded = self.source.weights == "model" and _configured_stage(self.states[rank]) < 3
+        if not files or unneeded or self.states[rank].groups is None:
+            if files and unneeded:
+                self.taken = "model"
+            return None
+        found = read_partitions(files, self.problems)
+        if found:
+            self.ranks = len(found.partitions)
+            self.notes += found.notes
+        return found
+
+    def _masters(self, states: ModelStates, partitions: Partitions | None) -> dict[str, Tensor]:
+        if partitions is None or states.groups is None:
+            return {}
+        try:
+            masters = join_partitions(partitions.partitions, states.groups, states.config)
+        except UnshardError as error:
+            self.problems.append(error)
+            return {}
+        self._compare_steps(states, partitions)
+        return masters
+
+    def _compare_steps(self, states: ModelStates, partitions: Partitions) -> None:
+        step, skipped = partitions.partitions[0].step, states.recorded.get("skipped_steps")
+        if step is None or states.step is None or type(skipped) is not int:
+            return
+        if step != states.step - skipped:
+            text = f"the model states are of step {states.step:,}, and the optimizer counts {step:,.0f} steps"
+            self.notes.append(
+                Note(f"{text}: after a restart that may be so; else files of two saves are mixed", (), "warning")
+            )
+
+    def _add_experts(self, rank: int, weights: Weights) -> None:
+        files = {place[:2]: file for place, file in self.files.experts.items() if place[2] == rank}
+        recorded = self.states[rank].recorded.get("num_experts")
+        if not files and not recorded:
+            return
+        try:
+            self.problems += check_files(list(files), recorded, rank)
+        except FormatError as error:
+            self.problems.append(error)
+        contents = [read_state(file, rank, self.problems) for _, file in sorted(files.items(), key=_expert_order)]
+        experts, problems = merge_files(contents)
+        self.problems += problems
+        weights.stored |= experts
+        weights.order += experts
+
+    def widen_layers(self, tensors: Mapping[str, Tensor], mastered: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors of a pipeline's layers as they stand beside masters."""
+        return self.widened.widen(tensors, mastered)
+
+    # -- what is said --------------------------------------------------------------------------------------------------
+
+    def _note_without_masters(self, states: ModelStates, partitions: Partitions | None) -> None:
+        is_low = any(kind in ("BF16", "F16") for kind in self.kinds)
+        if partitions is None and self.taken is None and is_low and states.groups is not None:
+            text = "no optimizer states lie here: the module's low-precision weights are all there is"
+            self.notes.append(Note(text, level="warning"))
+
+    def title(self) -> str:
+        """For people: "DeepSpeed ZeRO-3, 4 ranks, step 500"."""
+        step = self.states[min(self.states)].step
+        words = [f"DeepSpeed ZeRO-{self.stage}"]
+        words += [count_in_words(self.ranks, "rank")] if self.ranks else []
+        words += ["layers of a pipeline"] if self.files.layers else []
+        words += [f"step {step:,}"] if step is not None else []
+        return ", ".join(words)
+
+    def all_notes(self) -> list[Note]:
+        low = " and ".join([kind.lower() for kind in sorted(self.kinds) if kind in ("BF16", "F16")])
+        notes = []
+        if self.taken == "master":
+            other = f"; --weights model takes the {low} weights" if low else ""
+            text = f"fp32 masters of {count_in_words(self.mastered, 'parameter')} from the optimizer's partitions"
+            notes.append(Note(text + other))
+        if self.taken == "model":
+            how = ", rounded from the masters as DeepSpeed does" if self.stage == 3 else ""
+            notes.append(Note(f"the module's {low or 'own'} weights{how}, not the optimizer's fp32 masters"))
+        return [*notes, *self.widened.note(), *self.notes]
+
+
+def _order(data_rank: int | None) -> int:
+    return -1 if data_rank is None else data_rank
+
+
+def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
+    return _order(item[0][0]), item[0][1]
+
+
+def _ordered(tensors: Mapping[str, Tensor], order: Iterable[str], shared: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors in that order, then the others; further names of shared parameters get the tensor of the other."""
+    whole = dict(tensors)
+    for name, other in shared.items():
+        if name not in whole and other in whole:
+            whole[name] = whole[other].rename(name)
+    names = dict.fromkeys([*order, *whole])
+    return {name: whole[name] for name in names if name in whole}
+
+
+def _round(tensor: Tensor, weights: Weights) -> Tensor:
+    placeholder = weights.rounded.get(tensor.name)
+    return tensor if placeholder is None else tensor.cast(placeholder.dtype)
+
+
+def _configured_stage(states: ModelStates) -> int:
+    zero = states.config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    if type(stage) is int:
+        return stage
+    return 3 if "zero_pp_rank" in states.file.path.name else 0
+
+
+def _one_step(states: Iterable[ModelStates]) -> Iterable[UnshardError]:
+    steps: dict[int | None, str] = {}
+    for one in states:
+        steps.setdefault(one.step, str(one.file.name))
+    if len(steps) > 1:
+        told = ", ".join([f"{file} of step {step}" for step, file in steps.items()])
+        yield IncompleteError(f"files of model states are of different saves: {told}", hint="fetch those of one save")
+
+
+def _no_states(files: TagFiles, directory: str) -> UnshardError:
+    names = [file.path.name for file in (*files.optimizer.values(), *files.layers.values())]
+    return IncompleteError(
+        f"{directory}: names and shapes of parameters lie in files of model states, of which none is here; there are "
+        f"{items_in_words(names, 3)}",
+        hint=f"fetch `*mp_rank_*_model_states.pt` too: {command_line('ls', directory)}",
+    )
+
+
+def _no_partitions(files: TagFiles, states: ModelStates) -> UnshardError:
+    rank = states.file.path.name
+    return IncompleteError(
+        f"{states.file.name}: at stage 3 it has placeholders of shape [0] instead of parameters, and no optimizer "
+        "states lie beside it, which hold the values",
+        hint=f"fetch `*{rank.replace('model_states', 'optim_states').removeprefix('zero_')}` of every rank",
+    )

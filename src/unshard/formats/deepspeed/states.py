@@ -1,0 +1,136 @@
+"""Files of model states: the module, which parameters ZeRO partitions and in which order, and what else is recorded.
+
+Source: DeepSpeed `runtime/engine.py` (`_save_checkpoint`, `_get_zero_param_shapes`, `_get_shared_params`,
+`_get_zero_frozen_param_attributes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unshard.checkpoint import Shape
+from unshard.errors import FormatError
+from unshard.formats.deepspeed.files import File
+from unshard.formats.nested import flatten
+from unshard.formats.torch_file import StoredTensor, read_torch_file
+
+_MAX_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelStates:
+    """What one file of model states says.
+
+    module:   stored name → tensor, as stored; at stage 3 parameters are placeholders of shape [0].
+    buffers:  names of persistent buffers among them.
+    groups:   the trained parameters by the optimizer's group (stage 3: sub-group), in the order of the flat masters;
+              None where nothing is partitioned.
+    frozen_shapes, frozen: the same of parameters that are not trained, and their values: whole, at stage 3 this
+              rank's piece. Empty where they were not saved, or lie in the module alone (stage 1).
+    shared:   further name → name of a parameter that has two; only rank 0 tells.
+    step:     `global_steps`.
+    recorded: the whole file's dict, for what only some checkpoints have.
+    """
+
+    file: File
+    module: Mapping[str, Any]
+    buffers: frozenset[str]
+    groups: tuple[Mapping[str, Shape], ...] | None
+    frozen_shapes: Mapping[str, Shape]
+    frozen: Mapping[str, StoredTensor]
+    shared: Mapping[str, str]
+    step: int | None
+    recorded: Mapping[str, Any]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """`ds_config`, as far as it is one."""
+        config = self.recorded.get("ds_config")
+        return config if isinstance(config, Mapping) else {}
+
+
+def read_model_states(file: File) -> ModelStates:
+    """The content of a file of model states. Raises FormatError where it is none."""
+    root = read_torch_file(file.path, file.name).root
+    if not isinstance(root, Mapping) or not ("module" in root or "param_shapes" in root):
+        raise FormatError(f"{file.name}: holds no model states of DeepSpeed: neither `module` nor `param_shapes`")
+    module = root.get("module")
+    if not isinstance(module, Mapping) and module is not None:
+        raise FormatError(f"{file.name}: its `module` is a {type(module).__name__}, not a state dict")
+    frozen = root.get("frozen_param_fragments") or {}
+    step = root.get("global_steps")
+    try:
+        return ModelStates(
+            file,
+            dict(flatten(module or {}, str(file.name))),
+            frozenset(_names(root.get("buffer_names"), "buffer_names")),
+            _read_groups(root.get("param_shapes")),
+            _read_shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
+            dict(_tensors(frozen, "frozen_param_fragments")),
+            dict(_pairs(root.get("shared_params"))),
+            step if type(step) is int else None,
+            root,
+        )
+    except FormatError as error:
+        raise FormatError(f"{file.name}: {error.message}", hint=error.hint) from error
+
+
+def _read_groups(recorded: Any) -> tuple[Mapping[str, Shape], ...] | None:
+    """`param_shapes`: a list of dicts; one dict in releases that knew a single group."""
+    if recorded is None:
+        return None
+    groups = [recorded] if isinstance(recorded, Mapping) else recorded
+    if not isinstance(groups, (list, tuple)):
+        raise FormatError("its `param_shapes` is no list")
+    read = tuple([_read_shapes(group, "param_shapes") for group in groups])
+    names = [name for group in read for name in group]
+    if len(names) != len(set(names)):
+        raise FormatError("its `param_shapes` has a parameter in two groups")
+    return read
+
+
+def _read_shapes(recorded: Any, what: str) -> dict[str, Shape]:
+    if not isinstance(recorded, Mapping):
+        raise FormatError(f"its `{what}` is a {type(recorded).__name__}, not a dict")
+    shapes: dict[str, Shape] = {}
+    for name, shape in recorded.items():
+        if not isinstance(name, str) or not _is_shape(shape):
+            raise FormatError(f"its `{what}` has an entry that is no shape")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) <= _MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+    )
+
+
+def _names(recorded: Any, what: str) -> Sequence[str]:
+    if recorded is None:
+        return ()
+    if not isinstance(recorded, (list, tuple)) or not all(isinstance(name, str) for name in recorded):
+        raise FormatError(f"its `{what}` is no list of names")
+    return recorded
+
+
+def _tensors(recorded: Any, what: str) -> Iterator[tuple[str, StoredTensor]]:
+    if not isinstance(recorded, Mapping):
+        raise FormatError(f"its `{what}` is a {type(recorded).__name__}, not a dict")
+    for name, value in recorded.items():
+        if not isinstance(name, str) or not isinstance(value, StoredTensor):
+            raise FormatError(f"its `{what}` has an entry that is no tensor")
+        yield name, value
+
+
+def _pairs(recorded: Any) -> Iterator[tuple[str, str]]:
+    """`shared_params`: a dict; a list of pairs in older releases."""
+    entries = recorded.items() if isinstance(recorded, Mapping) else recorded or ()
+    for entry in entries:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(isinstance(name, str) for name in entry):
+            raise FormatError("its `shared_params` has an entry that is no pair of names")
+        yield entry[0], entry[1]

@@ -1,0 +1,148 @@
+"""What one model-parallel rank holds: masters where there are any, and what has none beside them.
+
+Three kinds of tensors have no master: buffers, which keep their type; parameters that were not trained, which are
+widened exactly, so that a model has one type; further names of shared parameters, which get the master of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from unshard.checkpoint import Note, Shape
+from unshard.dtypes import BF16, F16, F32
+from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.deepspeed.masters import join_pieces
+from unshard.formats.deepspeed.states import ModelStates
+from unshard.formats.state_dict import is_tensor, read_whole
+from unshard.formats.torch_file import StoredTensor, UnsupportedTensor
+from unshard.tensors import Tensor
+from unshard.words import count_in_words, items_in_lines
+
+_LOW = (BF16, F16)
+_LISTED = 20
+
+
+@dataclass(slots=True)
+class Widened:
+    """Parameters that have no master, by name; those of low precision are widened to fp32."""
+
+    names: list[str] = field(default_factory=list)
+
+    def widen(
+        self, tensors: Mapping[str, Tensor], mastered: Iterable[str], kept: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """The tensors as they stand beside masters: all but `mastered` ones and buffers (`kept`) in fp32."""
+        having = {*mastered, *kept}
+        result: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name not in having and tensor.dtype in _LOW:
+                self.names.append(name)
+                tensor = tensor.cast(F32)
+            result[name] = tensor
+        return result
+
+    def note(self) -> Iterator[Note]:
+        if self.names:
+            parameters = count_in_words(len(self.names), "parameter")
+            have = "has" if len(self.names) == 1 else "have"
+            text = f"{parameters} without training {have} no masters: widened exactly to fp32, beside those that have"
+            yield Note(text, tuple(self.names))
+
+
+@dataclass(slots=True)
+class Weights:
+    """The tensors of one model-parallel rank as its files of model states have them.
+
+    stored:   name → tensor; parameters that only lie in partitions are not among it.
+    rounded:  name → the type in which the module held a parameter that lies in partitions only (stage 3).
+    excluded: parameters that were left out at saving.
+    order:    all names, in the order of the module.
+    """
+
+    stored: dict[str, Tensor]
+    rounded: dict[str, StoredTensor]
+    excluded: dict[str, Shape]
+    order: list[str]
+
+
+def read_weights(
+    states: ModelStates, pieces: Iterable[ModelStates], rank: int, problems: list[UnshardError]
+) -> Weights:
+    """The weights in the model states of one model-parallel rank `rank`.
+
+    pieces: of stage 3, the model states of all data-parallel ranks, which hold the pieces of frozen parameters.
+    """
+    partitioned = {name: shape for group in states.groups or () for name, shape in group.items()}
+    expected = partitioned | dict(states.frozen_shapes)
+    weights = Weights({}, {}, {}, list(states.module))
+    wrong: list[str] = []
+    for name, value in states.module.items():
+        if not isinstance(value, StoredTensor):
+            if is_tensor(value):
+                reason = value.reason if isinstance(value, UnsupportedTensor) else "is of a class that is not read"
+                wrong.append(f"{name}: this tensor {reason}")
+            continue
+        shape = expected.get(name, value.shape)
+        if value.shape == (0,) and shape != (0,):
+            weights.rounded[name] = value
+        elif value.shape != shape and name in partitioned:
+            wrong.append(f"{name}: {list(value.shape)} in the module, {list(shape)} in `param_shapes`")
+        else:
+            try:
+                weights.stored[name] = Tensor(name, value.dtype, value.shape, read_whole(value, rank))
+            except FormatError as error:
+                wrong.append(f"{name}: {error.message}")
+    if wrong:
+        problems.append(
+            FormatError(f"{states.file.name}: entries that cannot be read:\n{items_in_lines(wrong, _LISTED)}")
+        )
+    _read_frozen(states, list(pieces), weights, problems)
+    known = weights.stored.keys() | partitioned.keys() | states.shared.keys()
+    weights.excluded = {name: shape for name, shape in states.frozen_shapes.items() if name not in known}
+    weights.order += [name for name in (*partitioned, *weights.stored) if name not in states.module]
+    return weights
+
+
+def _read_frozen(
+    states: ModelStates, pieces: list[ModelStates], weights: Weights, problems: list[UnshardError]
+) -> None:
+    """The frozen parameters that the module has no values of, from `frozen_param_fragments`."""
+    for name, shape in states.frozen_shapes.items():
+        fragment = states.frozen.get(name)
+        if name in weights.stored or fragment is None:
+            continue
+        if fragment.shape == shape and name not in weights.rounded:
+            weights.stored[name] = Tensor(name, fragment.dtype, shape, read_whole(fragment, None))
+            continue
+        found = [(rank, one.frozen[name]) for rank, one in enumerate(pieces) if name in one.frozen]
+        try:
+            if len(found) < len(pieces):
+                absent = next(one for one in pieces if name not in one.frozen)
+                raise IncompleteError(f"{absent.file.name}: has no piece of the frozen parameter `{name}`")
+            weights.stored[name] = join_pieces(name, shape, found)
+        except UnshardError as error:
+            problems.append(error)
+            return
+
+
+def same_parameters(states: ModelStates) -> dict[str, str]:
+    """Further name → the name whose parameter it is: as recorded, and where two names are the same memory."""
+    trained = {name for group in states.groups or () for name in group}
+    memory = {_place(value): name for name, value in states.module.items() if name in trained and _has_elements(value)}
+    shared = dict(states.shared)
+    for name, value in states.module.items():
+        if name not in trained and _has_elements(value):
+            other = memory.get(_place(value))
+            if other is not None:
+                shared.setdefault(name, other)
+    return {name: other for name, other in shared.items() if name not in trained}
+
+
+def _has_elements(value: object) -> bool:
+    return isinstance(value, StoredTensor) and 0 not in value.shape
+
+
+def _place(tensor: StoredTensor) -> tuple[object, ...]:
+    storage = tensor.storage
+    return storage.file, storage.offset, tensor.offset, tensor.shape, tensor.strides
