@@ -56,6 +56,7 @@ RIGHT: Mapping[Peer, tuple[str, ...]] = {
         "dcp_empty",
         "dcp_custom_code",
         "dcp_fsdp1_sharded_tensor",
+        "dcp_zstd",
     ),
     merge_fsdp_weights: ("accelerate_fsdp1", "accelerate_fsdp2", "accelerate_fsdp2_bf16_tied", "dcp_flat_tied"),
 }
