@@ -34,7 +34,7 @@ def open(
 
     also:        further directories with pieces of the same checkpoint.
     config:      a directory or file whose config.json counts instead of the checkpoint's own.
-    shapes_from: a reference model whose parameter shapes unflatten FSDP1 flat parameters.
+    shapes_from: a reference model, for shapes that are not stored: FSDP1 flat parameters, torch's safetensors shards.
 
     Raises an UnshardError where nothing readable lies there, and where pieces are missing or contradict each other.
     """

@@ -49,7 +49,7 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
         raise UsageError(
             f"`--parallel` tells how Megatron's ranks lie, but `{place}` holds {lies}", hint="leave `--parallel` out"
         )
-    if options.model_key and found.name != "dcp":
+    if options.model_key and found.name not in ("dcp", "hf_shards"):
         lies = found.detect(place) or found.name
         raise UsageError(
             f"`--model-key` chooses among the models of a torch DCP directory, but `{place}` holds {lies}",
@@ -59,7 +59,18 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
     config = _given_config(options.config)
     shapes = ShapeTeller(reference, config)
     axes, told = _given_axes(options.map), told_facts(options, config)
-    source = Source(place, options.also, shapes, shapes.unordered, axes, told, options.weights or "master", options.model_key)
+    source = Source(
+        place,
+        options.also,
+        shapes,
+        shapes.unordered,
+        axes,
+        told,
+        options.weights or "master",
+        options.model_key,
+        shapes.by_names,
+        options.repair_index,
+    )
     checkpoint = found.read(source)
     problems = (*checkpoint.problems, *_contradictions(checkpoint, options))
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *shapes.notes), problems=problems)

@@ -46,7 +46,9 @@ class MergeOptions:
     value_model:    the checkpoint is a critic or reward model.
     attention_heads, key_value_heads: used where no config tells; must agree with one that does.
     fuse_lora, adapter_only, lora_alpha: see the LoRA guide.
-    shapes_from:    a reference model's directory whose parameter shapes unflatten FSDP1 flat parameters.
+    shapes_from:    a reference model's directory, for shapes that the checkpoint does not store: FSDP1 flat parameters,
+                    torch's safetensors shards.
+    repair_index:   take the tensors of a Hugging Face directory whose index is wrong from the files as they are.
     model_key:      where in a training state the model lies ("app.model"), where it holds several; None: it is found.
     weights:        "master" or "model", where a checkpoint keeps parameters twice; None: masters where there are any.
     fill_from:      a base model's directory, for parameters that the checkpoint was saved without.
@@ -75,6 +77,7 @@ class MergeOptions:
     adapter_only: bool = False
     lora_alpha: float | None = None
     shapes_from: Path | None = None
+    repair_index: bool = False
     model_key: str | None = None
     weights: Weights | None = None
     fill_from: Path | None = None

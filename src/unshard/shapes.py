@@ -1,12 +1,20 @@
-"""The shapes of a model's parameters in their order, for layouts that store neither (FSDP1's flat parameters)."""
+"""The shapes of a model's parameters, for layouts that do not store them.
+
+FSDP1's flat parameters store neither names nor shapes: they ask for both in order (`Source.known_shapes`). torch's
+safetensors shards have names, but not where a tensor ends (`Source.named_shapes`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from unshard.checkpoint import Checkpoint, Note, Shape
+from unshard.errors import ModelError
+from unshard.wrappers import strip_components
+
+_Shapes: TypeAlias = Mapping[str, Shape]
 
 _VERSIONS = ("4.57.0", "5.0.0")
 """Of transformers: before and after experts were packed."""
@@ -14,7 +22,7 @@ _VERSIONS = ("4.57.0", "5.0.0")
 
 @dataclass(slots=True)
 class ShapeTeller:
-    """Answers `Source.known_shapes`.
+    """Answers `Source.known_shapes`, and with `by_names` `Source.named_shapes`.
 
     reference: the model that `--shapes-from` names; it goes first.
     given:     the config that `--config` brings, asked where the one beside the checkpoint says nothing.
@@ -45,10 +53,56 @@ class ShapeTeller:
             self.notes.append(Note(text, level="warning"))
         return shapes
 
+    def by_names(self, config: Mapping[str, Any] | None, names: Collection[str]) -> Mapping[str, Shape] | None:
+        """The shapes under the names that are stored, of the running model or of its file, whichever fit more of them.
+
+        Wrappers around the names do not count. None where none of the names is known.
+        """
+        bare = {name: _bare(name) for name in names}
+        best: dict[str, Shape] = {}
+        most = 0
+        for must, may in self._candidates(config):
+            known = {**may, **must}
+            level = _level_of(bare.values(), known)
+            found = {name: known[inner] for name in bare if (inner := bare[name].removeprefix(level)) in known}
+            if len(found) > most:
+                there = {bare[name].removeprefix(level) for name in found}
+                best = found | {name: shape for name, shape in must.items() if name not in there}
+                most = len(found)
+        return best if most else None
+
+    def _candidates(self, config: Mapping[str, Any] | None) -> Iterator[tuple[_Shapes, _Shapes]]:
+        """What a checkpoint must hold, and what it may hold besides, for each set of names that it can have."""
+        if self.reference is not None:
+            yield {name: tensor.shape for name, tensor in self.reference.tensors.items()}, {}
+            config = self.reference.config
+        from unshard import families  # late: hardly any checkpoint asks
+
+        for source in (config, self.given if self.reference is None else None):
+            try:
+                both = [families.possible_shapes(source, in_file=in_file) for in_file in (False, True)]
+            except ModelError:  # a size is missing: naming the model will tell which
+                continue
+            if both[0] is not None:
+                yield from [shapes for shapes in both if shapes is not None]
+                return
+
     @property
     def unordered(self) -> Checkpoint | None:
         """The reference, if the order of its shapes means nothing and its values must tell it."""
         return self.reference if self._ordered is None else None
+
+
+def _bare(name: str) -> str:
+    """A name without the wrappers of training, and without those of PEFT around a base layer."""
+    return strip_components(name).replace(".base_layer.", ".")
+
+
+def _level_of(names: Collection[str], known: Collection[str]) -> str:
+    """The module, with its dot, that all names lie in and no known name does."""
+    from unshard.families.naming.wrappers import extra_level  # late, as above
+
+    return extra_level(names, known) or ""
 
 
 def _shapes_in_order(reference: Checkpoint) -> Mapping[str, Shape] | None:

@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
         tokenizer=arguments.tokenizer,
         map=arguments.map,
         shapes_from=arguments.shapes_from,
+        repair_index=arguments.repair_index,
         model_key=arguments.model_key,
         parallel=arguments.parallel,
     )

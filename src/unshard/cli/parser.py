@@ -232,7 +232,11 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--shapes-from", type=path, metavar="DIR",
-        help="a reference model whose parameter shapes unflatten FSDP1 flat parameters",
+        help="a reference model, for shapes that are not stored (FSDP1 flat parameters, torch's safetensors shards)",
+    )  # fmt: skip
+    group.add_argument(
+        "--repair-index", action="store_true",
+        help="of a Hugging Face model whose index is wrong, take the tensors from the files as they are",
     )  # fmt: skip
     group.add_argument(
         "--model-key", metavar="KEY",

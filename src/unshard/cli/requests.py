@@ -46,6 +46,7 @@ def merge_options(arguments: argparse.Namespace) -> MergeOptions:
         adapter_only=arguments.adapter_only,
         lora_alpha=arguments.lora_alpha,
         shapes_from=arguments.shapes_from,
+        repair_index=arguments.repair_index,
         model_key=arguments.model_key,
         parallel=arguments.parallel,
         backend=arguments.backend,

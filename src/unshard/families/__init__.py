@@ -102,6 +102,25 @@ def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | N
     return architecture.base_shapes() | architecture.head_shapes(tied=is_tied(config))
 
 
+def possible_shapes(
+    config: Mapping[str, Any] | None, *, in_file: bool = False
+) -> tuple[Mapping[str, Shape], Mapping[str, Shape]] | None:
+    """What a checkpoint of this model must hold, and what it may hold besides: parameter name → shape, twice.
+
+    It may hold a head that is tied to the embedding, TRL's value head, and what only files have (layers that predict
+    further tokens). in_file: the names and packs are those of the file, not those of the running model. None where no
+    family describes the configuration. Raises ModelError where the configuration lacks a size.
+    """
+    architecture = read_architecture(config, FAMILIES) if config is not None else None
+    if config is None or architecture is None:
+        return None
+    base, head = architecture.base_shapes, architecture.head_shapes
+    if in_file:
+        base, head = architecture.hub_shapes, architecture.hub_head_shapes
+    extras = {name: shape for _, shapes in architecture.extra_shapes() for name, shape in shapes.items()}
+    return base() | head(tied=is_tied(config)), extras | head(tied=False, value_head=True)
+
+
 def expected_file_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
     """The same of the file that `save_pretrained` writes, whose names and packs of experts can be others."""
     architecture = read_architecture(config, FAMILIES) if config is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -12,6 +12,10 @@ from unshard.options import Weights
 
 KnownShapes: TypeAlias = Callable[[Mapping[str, Any] | None], Mapping[str, Shape] | None]
 """From a config, the shapes of the model's parameters under their stored names in definition order; None if unknown."""
+
+NamedShapes: TypeAlias = Callable[[Mapping[str, Any] | None, Collection[str]], Mapping[str, Shape] | None]
+"""From a config and the names that are stored, the shapes of the parameters under these names, whether they are those
+of the running model or of its file. Parameters that are not among them have names of their own. None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,9 @@ class Source:
                   `num_attention_heads`): it stands in for what the checkpoint does not record.
     weights:      which of two copies of the parameters is meant, where a checkpoint has both ("master" or "model").
     model_key:    where in a training state the model lies ("app.model"), where there are several; None: it is found.
+    named_shapes: answers what shapes the parameters have under the names of a checkpoint, for layouts that store names
+                  and no whole shapes.
+    repair_index: take tensors from the files of a model as they are, where the index says otherwise.
     """
 
     path: Path
@@ -39,6 +46,8 @@ class Source:
     told: Mapping[str, int] = field(default_factory=dict)
     weights: Weights = "master"
     model_key: str | None = None
+    named_shapes: NamedShapes = field(default=lambda _config, _names: None)
+    repair_index: bool = False
 
     @property
     def roots(self) -> Mapping[str, Path]:

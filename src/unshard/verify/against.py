@@ -49,7 +49,8 @@ def verify_against(
     Raises an UnshardError where a side cannot be read or its structure does not hold; differences of contents are in
     the verdict.
     """
-    catalogs = [open_place(path, options) for path in (output, against) if path is not None]
+    catalogs = [open_place(output, replace(options, repair_index=False))]
+    catalogs += [open_place(against, options)] if against is not None else []
     if any(is_model(catalog) and is_adapter(catalog) for catalog in catalogs):
         options = replace(options, adapter_only=True)
     checked, *others = [make_side(catalog, options, thorough=catalog is catalogs[0]) for catalog in catalogs]

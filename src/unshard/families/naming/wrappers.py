@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from unshard.errors import ModelError
 from unshard.families.naming.draft import Draft
@@ -28,7 +28,7 @@ def unwrap(draft: Draft, known: Collection[str] | None) -> None:
         draft.note(f"wrapper names were taken off: {', '.join(found)}")
     for prefix in PREFIXES:
         _take_off(draft, prefix)
-    if level := _extra_level(draft.tensors, known):
+    if level := extra_level(draft.tensors, known):
         _take_off(draft, level)
 
 
@@ -40,7 +40,7 @@ def _take_off(draft: Draft, prefix: str) -> None:
         draft.note(f"the wrapper prefix {prefix!r} was taken off all names")
 
 
-def _extra_level(names: Mapping[str, Value], known: Collection[str] | None) -> str | None:
+def extra_level(names: Collection[str], known: Collection[str] | None) -> str | None:
     """The module, with its dot, that all names lie in though the architecture has no such level."""
     inside = [name for name in names if not name.startswith(_BESIDE)]
     levels = list(_common_levels(inside))
