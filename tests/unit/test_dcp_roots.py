@@ -17,9 +17,11 @@ PLACE = Path("run") / "optimizer_0"
 
 
 def choose(*paths: tuple[str | int, ...], wanted: str | None = None, recorded: bool = True) -> Choice:
-    """The choice among tensors of four bytes at these paths."""
+    """The choice among tensors of four bytes at these paths, those of groups of parameters being objects."""
     keys = {".".join(map(str, steps)): steps for steps in paths}
-    return choose_model(Outline(dict.fromkeys(keys, 4), (), keys if recorded else {}), PLACE, wanted)
+    objects = [key for key, steps in keys.items() if "param_groups" in steps]
+    tensors = {key: 4 for key in keys if key not in objects}
+    return choose_model(Outline(tensors, objects, keys if recorded else {}), PLACE, wanted)
 
 
 def under(*steps: str | int, names: tuple[str, ...] = MODEL) -> list[tuple[str | int, ...]]:
@@ -63,8 +65,9 @@ def test_the_root_is_what_the_paths_say(root: tuple[str | int, ...], beside: lis
 
 @pytest.mark.parametrize("name", ["optimizer_0", "optimizers", "optim_state_dict", "OPTIM", "generator_optimizer", "o"])
 def test_optimizers_by_name_or_by_what_they_keep(name: str) -> None:
-    for states in (adam(name), flat_adam(name), [(name, "state", "0", "momentum_buffer")]):
-        choice = choose(*under("model"), *states)
+    groups = [(name, "param_groups", 0, "lr")]
+    for states in (adam(name), flat_adam(name), [(name, "state", "0", "ax")], [(name, "state", "0", "a.weight")]):
+        choice = choose(*under("model"), *states, *groups)
         assert sorted(choice.optimizer) == sorted([".".join(map(str, steps)) for steps in states])
         assert not choice.models
         assert not choice.other

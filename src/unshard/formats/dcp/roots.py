@@ -30,10 +30,10 @@ _OTHER = re.compile(
 """States of training by a name on their path, whose ending (`_state`, `_states`, a number) does not count."""
 _ENDING = re.compile(r"([_.-]?(states?|dicts?|\d+))+$", re.I)
 
-_SLOT = re.compile(r"step|exp_\w+|max_exp_\w+|momentum\w*|\w*_buffer|square_avg|acc_\w+|grad_avg|sum|master\w*")
-"""What optimizers keep of a parameter: torch's own, and those that copy their names."""
+_PARAM_GROUPS = "param_groups"
+"""What every optimizer's state dict has beside `state`, whatever it keeps of a parameter."""
 _FLAT_OPTIMIZER = re.compile(r"(state|param_groups)\..+\.\w+")
-"""The same in a flattened optimizer state (torch `checkpoint/state_dict.py`, `_flatten_optim_state_dict`)."""
+"""Names in a flattened one (torch `checkpoint/state_dict.py`, `_flatten_optim_state_dict`)."""
 
 _MAIN = ("model", "module", "state_dict", "model_state_dict", "model_state")
 """The last step to the model that is meant, where others lie beside it (an average of it, a teacher)."""
@@ -60,12 +60,6 @@ class Group:
         """The path for people, and for `--model-key`."""
         return ".".join(map(str, self.path)) or "."
 
-    def kind(self) -> Kind:
-        kinds = {_kind_by_name(str(step)) for step in self.path}
-        if "optimizer" in kinds or self._has_slots():
-            return "optimizer"
-        return "other" if "other" in kinds else "model"
-
     def is_main(self) -> bool:
         """Whether it is named as the model that is meant."""
         return bool(self.path) and self.path[-1] in _MAIN
@@ -74,10 +68,13 @@ class Group:
         """Whether a name is like those of parameters: not so `step` or `rng_state`, which lie beside models."""
         return any(_PARAMETER.fullmatch(name) for name in self.names.values())
 
-    def _has_slots(self) -> bool:
-        names = self.names.values()
-        unflattened = len(self.path) > 1 and self.path[-2] == "state" and all(map(_SLOT.fullmatch, names))
-        return unflattened or all(map(_FLAT_OPTIMIZER.fullmatch, names))
+    def kind(self, optimizers: Collection[Steps]) -> Kind:
+        """What the tensors are; `optimizers` are the paths of dicts that are known to be an optimizer's."""
+        kinds = {_kind_by_name(str(step)) for step in self.path}
+        inside = any(self.path[:count] in optimizers for count in range(len(self.path) + 1))
+        if "optimizer" in kinds or inside or all(map(_FLAT_OPTIMIZER.fullmatch, self.names.values())):
+            return "optimizer"
+        return "other" if "other" in kinds else "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +103,12 @@ def choose_model(outline: Outline, place: Path, wanted: str | None = None) -> Ch
     """
     recorded = any(len(steps) > 0 for steps in outline.paths.values())
     groups = _group(outline.tensors, outline.paths if recorded else _guess_paths(outline.tensors))
+    optimizers = {
+        steps[:at] for steps in outline.paths.values() for at, step in enumerate(steps) if step == _PARAM_GROUPS and at
+    }
     kinds: dict[Kind, list[Group]] = {"model": [], "optimizer": [], "other": []}
     for group in groups:
-        kinds[group.kind()].append(group)
+        kinds[group.kind(optimizers)].append(group)
     if wanted is not None:
         model = _at(wanted, groups, kinds["model"], place)
     else:
