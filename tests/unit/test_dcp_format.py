@@ -138,6 +138,11 @@ class TestWhole:
         error = refuse(committed_golden / "fsdp2_w4/ckpt", tmp_path / "out", model_key="model")
         assert "`--model-key` chooses among the models of a torch DCP directory" in error.message
 
+    def test_whose_names_they_are(self, tmp_path: Path) -> None:
+        titan = {"layers.0.attention.wq.weight": WEIGHTS["embed.weight"]}
+        assert read(db.save(tmp_path / "titan", {**titan, "optimizer": ADAM})).dialect == "torchtitan"
+        assert read(db.save(tmp_path / "ckpt", state())).dialect == "huggingface"
+
     def test_names_alone_where_nothing_is_recorded(self, tmp_path: Path) -> None:
         source = db.save(tmp_path / "ckpt", {"app": {"model": WEIGHTS}, "optimizer": ADAM}, nested=False)
         found, notes = merge(source, tmp_path / "out")

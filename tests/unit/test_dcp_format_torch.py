@@ -138,17 +138,18 @@ def test_meshes_and_replicas(replicate: int, copies: bool, tmp_path: Path) -> No
         "b.weight": torch.arange(6).reshape(2, 3),
         "c": torch.ones(3),
     }
-    planner, plans, states = dcp.DefaultSavePlanner(), [], []
+    planner, plans, states, paths = dcp.DefaultSavePlanner(), [], [], {}
     for rank in range(WORLD):
         with as_rank(rank):
             state = {"model": {**sharded(truth, replicate), **({"c": truth["c"]} if rank == 0 else {})}}
             planner.set_up_planner(state, is_coordinator=rank == 0)
             plans.append(planner.create_local_plan())
             states.append(flatten_state_dict(state)[0])
+            paths |= planner.mappings
     planned = create_default_global_save_plan(plans) if copies else planner.create_global_plan(plans)
     plans, metadata = planned
     places = [place for rank in range(WORLD) for place in write(tmp_path, rank, plans[rank], states[rank])]
-    metadata = replace(metadata, storage_data=dict(places), planner_data=planner.mappings)
+    metadata = replace(metadata, storage_data=dict(places), planner_data=paths)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     checkpoint = read(tmp_path)
     assert_same(tmp_path, checkpoint, truth)

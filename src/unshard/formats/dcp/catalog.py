@@ -15,6 +15,7 @@ from unshard.formats.dcp.directory import Folder
 from unshard.formats.dcp.file_names import is_dcp_file, rank_of
 from unshard.formats.dcp.metadata import Steps
 from unshard.formats.dcp.roots import Choice, choose_model
+from unshard.formats.dcp.titan_names import is_torchtitan
 from unshard.formats.surroundings import Surroundings, add_tokenizer, look_around
 from unshard.words import bytes_in_words, count_in_words, names_in_words
 
@@ -50,6 +51,7 @@ def read_model(source: Source, format_name: str) -> Checkpoint:
         config=around.config,
         assets=around.assets,
         adapter=around.adapter,
+        dialect="torchtitan" if is_torchtitan(tensors) else "huggingface",
         skipped=reading.skipped(),
         notes=(*reading.notes(), *container.notes),
         problems=(*problems, *container.problems, *around.problems),
