@@ -21,8 +21,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from unshard.errors import NotACheckpointError, command_line
 from unshard.formats.contract import Source
+from unshard.formats.huggingface.index import is_plain_file_name
 from unshard.tensors import SourceFile
+from unshard.words import items_in_words
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,7})_)?mp_rank_(?P<mp>\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d{1,7})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")
@@ -31,6 +34,10 @@ _EXPERT = re.compile(
 )
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<mp>\d{1,6}))?-model_states\.pt")
 _MAX_FILES = 1 << 20
+
+LATEST = "latest"
+"""The file in which a directory of tags names its last one."""
+_MAX_LATEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +103,42 @@ def find_files(roots: Mapping[str, Path], tag: str) -> TagFiles:
 
 
 def tag_of(source: Source) -> Path:
-    """The directory of the tag that a source is, or that its file lies in."""
-    return source.path if source.path.is_dir() else source.path.absolute().parent
+    """The directory of the tag that a source is, that its file lies in, or that its `latest` names.
+
+    Raises NotACheckpointError where `latest` names a tag that is not there.
+    """
+    if not source.path.is_dir():
+        return source.path.absolute().parent
+    name = read_latest(source.path)
+    if name is None or describe(_names_in(source.path)):
+        return source.path
+    if not (source.path / name).is_dir():
+        tags = find_tags(source.path)
+        raise NotACheckpointError(
+            f"{source.path / LATEST} says that {name} is the latest tag, but no such directory is there; there "
+            f"{'is' if len(tags) == 1 else 'are'} {items_in_words([tag.name for tag in tags])}",
+            hint="name a tag that is there: " + command_line("unshard", "inspect", tags[-1]),
+        )
+    return source.path / name
+
+
+def read_latest(directory: Path) -> str | None:
+    """The tag that the file `latest` names, or None where it names none."""
+    try:
+        with (directory / LATEST).open("rb") as file:
+            text = file.read(_MAX_LATEST).decode().strip()
+    except (OSError, ValueError):
+        return None
+    return text if is_plain_file_name(text) else None
+
+
+def find_tags(directory: Path) -> list[Path]:
+    """The directories of tags in a directory, in order of their names."""
+    return sorted([place for place in directory.iterdir() if place.is_dir() and describe(_names_in(place))])
 
 
 def describe(files: Iterable[str]) -> str:
-    """What lies in a directory of such files, in a few words; "" if it is no directory of a tag."""
+    """What lies in a directory of files of these names, in a few words; "" if it is no directory of a tag."""
     found = TagFiles()
     for name in files:
         found.add(File(Path(name), SourceFile("", name)))

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from unshard.checkpoint import Checkpoint
 from unshard.formats.contract import Source
-from unshard.formats.deepspeed.files import describe, is_of_tag
+from unshard.formats.deepspeed.files import LATEST, describe, find_tags, is_of_tag, read_latest
 
 _MAX_LOOKED_AT = 1 << 16
 
 
 class DeepSpeed:
-    """The format: the directory of one tag (`global_step500`), or any file of it. Its steps are the modules beside."""
+    """The format: the directory of one tag (`global_step500`), any file of it, or a directory whose `latest` names it.
+
+    Its steps are the modules beside.
+    """
 
     name = "deepspeed"
     backends: Sequence[str] = ("deepspeed",)
@@ -24,7 +27,14 @@ class DeepSpeed:
         """By file names alone."""
         if path.is_file():
             return "one file of a DeepSpeed checkpoint" if is_of_tag(path.name) else None
-        return describe([entry.name for entry in islice(os.scandir(path), _MAX_LOOKED_AT)]) or None
+        names = [entry.name for entry in islice(os.scandir(path), _MAX_LOOKED_AT)]
+        tag = read_latest(path) if LATEST in names else None
+        if tag is None or describe(names):
+            return describe(names) or None
+        tags = {place.name: place for place in find_tags(path)}
+        if tag not in tags:
+            return f"a directory of DeepSpeed checkpoints without the latest, {tag}" if tags else None
+        return describe([entry.name for entry in islice(os.scandir(tags[tag]), _MAX_LOOKED_AT)])
 
     def read(self, source: Source) -> Checkpoint:
         """The catalog of all ranks. Raises FormatError and IncompleteError where nothing can be said at all."""

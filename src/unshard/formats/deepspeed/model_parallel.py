@@ -12,6 +12,7 @@ from typing import Any
 from unshard.checkpoint import Dialect, Note
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.contract import Source
+from unshard.formats.deepspeed.experts import refuse_other_experts
 from unshard.formats.deepspeed.files import TagFiles
 from unshard.formats.deepspeed.megatron_args import read_args
 from unshard.formats.deepspeed.pipeline import masters_of_layers, outline, read_layers
@@ -95,11 +96,29 @@ def join_model(
         dialect, notes = naming.dialect, naming.notes
     elif is_pre_core(name for part in parts for name in part):
         dialect = "megatron"
+    problems += _refuse_experts(source, files, states, len(parts))
     joined = _join(source, states, parts, dialect, version, facts, problems)
     problems += joined.problems
     sizes = {"tp": len(parts), "pp": stages}
     mesh = tuple([(kind, size) for kind, size in sizes.items() if size > 1])
     return WholeModel(joined.tensors, dialect, facts, mesh, joined.cuts if len(parts) > 1 else {}, notes)
+
+
+def _refuse_experts(
+    source: Source, files: TagFiles, states: Mapping[int, ModelStates], tensor_ranks: int
+) -> Iterable[UnshardError]:
+    """Problems where it is not known which ranks hold which experts."""
+    try:
+        for state in states.values():
+            refuse_other_experts(state.recorded)
+    except FormatError as error:
+        yield error
+    if files.experts and files.optimizer and tensor_ranks > 1 and source.weights == "master":
+        yield FormatError(
+            f"experts and {tensor_ranks} tensor-parallel ranks: which of them hold the masters of which experts is not "
+            "recorded",
+            hint="--weights model takes the experts, and everything else, from the model states",
+        )
 
 
 def _join(
@@ -140,4 +159,5 @@ def _read_pipeline(
     except FormatError as error:
         problems.append(error)
         return parts, stages
-    return [widen(part, own) | own for part, own in zip(parts, masters, strict=True)], stages
+    buffers = {name for state in states.values() for name in state.buffers}
+    return [widen(part, own.keys() | buffers) | own for part, own in zip(parts, masters, strict=True)], stages

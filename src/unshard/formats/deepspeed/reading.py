@@ -10,7 +10,7 @@ from unshard.checkpoint import Checkpoint, Note, Shape
 from unshard.errors import FormatError, IncompleteError, UnshardError, command_line, raise_all
 from unshard.formats.contract import Source
 from unshard.formats.deepspeed.experts import check_files, check_masters, is_expert, merge_files
-from unshard.formats.deepspeed.files import File, TagFiles, find_files, tag_of
+from unshard.formats.deepspeed.files import LATEST, File, TagFiles, find_files, tag_of
 from unshard.formats.deepspeed.masters import join_partitions
 from unshard.formats.deepspeed.model_parallel import join_model, missing_ranks
 from unshard.formats.deepspeed.partitions import Partitions, read_partitions
@@ -38,6 +38,7 @@ def read_tag(source: Source) -> Checkpoint:
     held = {rank: reader.read_rank(rank) for rank in sorted(reader.states)}
     whole = join_model(source, files, reader.states, held, reader.widen_layers, reader.problems)
     around = look_around([directory, *source.also], _PARENTS)
+    by_latest = directory.parent == source.path
     return Checkpoint(
         format="deepspeed",
         title=reader.title(),
@@ -53,7 +54,7 @@ def read_tag(source: Source) -> Checkpoint:
         facts=whole.facts,
         weights=reader.taken,
         excluded=reader.excluded,
-        notes=(*whole.notes, *reader.all_notes()),
+        notes=(*([Note(f"`{LATEST}` names {directory.name}")] if by_latest else []), *whole.notes, *reader.all_notes()),
         problems=(*reader.problems, *around.problems),
     )
 

@@ -75,6 +75,7 @@ def read_weights(
     """
     partitioned = {name: shape for group in states.groups or () for name, shape in group.items()}
     expected = partitioned | dict(states.frozen_shapes)
+    expected |= {name: expected[other] for name, other in states.shared.items() if other in expected}
     weights = Weights({}, {}, {}, list(states.module))
     wrong: list[str] = []
     for name, value in states.module.items():
