@@ -71,7 +71,8 @@ def read_weights(
 ) -> Weights:
     """The weights in the model states of one model-parallel rank `rank`.
 
-    pieces: of stage 3, the model states of all data-parallel ranks, which hold the pieces of frozen parameters.
+    pieces: of stage 3, the model states of all data-parallel ranks, which hold the pieces of frozen parameters; none
+    where some of them are missing, which is said elsewhere.
     """
     partitioned = {name: shape for group in states.groups or () for name, shape in group.items()}
     expected = partitioned | dict(states.frozen_shapes)
@@ -111,7 +112,7 @@ def _read_frozen(
     """The frozen parameters that the module has no values of, from `frozen_param_fragments`."""
     for name, shape in states.frozen_shapes.items():
         fragment = states.frozen.get(name)
-        if name in weights.stored or fragment is None:
+        if name in weights.stored or fragment is None or not pieces:
             continue
         if fragment.shape == shape and name not in weights.rounded:
             weights.stored[name] = Tensor(name, fragment.dtype, shape, read_whole(fragment, None))
