@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 import deepspeed
 from golden.make.command import make_parser, write_cases
-from golden.make.models import DTYPES, make_model, save_side_files
+from golden.make.models import make_model, save_side_files
 from golden.make.ranks import run_ranks
 from golden_set import Run
 
@@ -130,6 +130,7 @@ def write_parallel_case(case: ParallelCase, directory: Path) -> None:
     if case.model:
         model = make_model(case.model, dtype="fp32", tied=case.tied, task="causal", seed=case.seed)
     if model is not None:
+        model.config.dtype = None  # there are two truths, of different types
         save_side_files(model, directory / ("hf" if case.kind == "megatron" else "ckpt"))
     run_ranks(_run_rank, case.world, model, case, directory)
     for script in directory.rglob("zero_to_*.py"):
@@ -148,10 +149,7 @@ def _run_rank(rank: int, model: Any, case: ParallelCase, directory: Path) -> Non
             whole = {key: value.contiguous().clone() for key, value in whole.items()}
             save_file(whole, directory / name / "model.safetensors", metadata={"format": "pt"})
             if model is not None:
-                model.config.dtype = "float32" if name == "truth" else DTYPES[case.dtype]
-                save_side_files(model, directory / name)
-                for extra in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-                    (directory / name / extra).unlink(missing_ok=True)
+                model.config.save_pretrained(directory / name)
 
 
 def _config(case: ParallelCase, **more: Any) -> dict[str, Any]:
