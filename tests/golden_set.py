@@ -31,7 +31,7 @@ UNIVERSAL_IS_READABLE = False
 """Whether a format reads what DeepSpeed's `ds_to_universal` writes."""
 
 READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_", "dcp_", "acc_")
-MEGATRON_KINDS = ("megatron_", "mc_")
+MEGATRON_KINDS = ("megatron_", "deepspeed_megatron_", "mc_")
 """Kinds whose stored names are Megatron's: of the committed set, and of the larger one."""
 
 
