@@ -17,7 +17,7 @@ from unshard.options import MergeOptions
 from unshard.words import items_in_lines
 
 if TYPE_CHECKING:
-    from unshard.families.megatron.translation import Translation
+    from unshard.families.translation import Translation
 
 
 def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint, Translation | None]:

@@ -22,7 +22,7 @@ from unshard.tensors import Tensor, Value
 
 if TYPE_CHECKING:
     from unshard.families.megatron.configuration import Derived
-    from unshard.families.megatron.translation import Translation
+    from unshard.families.translation import Translation
 
 FAMILIES: Mapping[str, Family] = Families()
 """By `model_type` of config.json."""

@@ -14,7 +14,7 @@ from unshard.checkpoint import Checkpoint
 from unshard.dtypes import F32
 from unshard.errors import IncompleteError, ModelError
 from unshard.families import translate
-from unshard.families.megatron.translation import Translation
+from unshard.families.translation import Translation
 
 QWEN3 = {
     "model_type": "qwen3", "vocab_size": 10, "hidden_size": 6, "intermediate_size": 8, "num_hidden_layers": 2,

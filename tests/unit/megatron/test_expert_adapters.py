@@ -11,7 +11,7 @@ from assembled import ROOT, gather, store
 from unshard.checkpoint import Checkpoint
 from unshard.dtypes import F32
 from unshard.families import translate
-from unshard.families.megatron.translation import Translation
+from unshard.families.translation import Translation
 
 CONFIG = {
     "model_type": "qwen3_moe", "hidden_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,

@@ -5,31 +5,20 @@ Each takes where a module lies in Megatron (`at`) and in the file (`to`). Facts:
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from unshard.families.rules import Rule, rename
 from unshard.families.steps import Divide, FirstRows, Norm, Sections, Step, Unstack
-
-Rules: TypeAlias = tuple[Rule, ...]
+from unshard.families.tables import GROUPED as GROUPED
+from unshard.families.tables import HUB_LAYER as HUB_LAYER
+from unshard.families.tables import Rules as Rules
+from unshard.families.tables import linear as linear
 
 LAYER = "decoder.layers.{layer}"
-HUB_LAYER = "model.layers.{layer}"
-
-_QUERIES_OF_A_GROUP = "num_attention_heads*head_dim//num_key_value_heads"
-GROUPED = Sections((_QUERIES_OF_A_GROUP, "head_dim", "head_dim"), groups="num_key_value_heads")
-"""Rows of `linear_qkv`: for each key head its queries, the key, the value (`core/transformer/attention.py`)."""
 
 
 def norm(at: str, to: str, *, zero_centred: bool = False) -> Rules:
     """A norm, with its bias where it has one. `zero_centred`: the model in transformers uses it as 1 + weight."""
     weight = Rule(f"{at}.weight", (f"{to}.weight",), (Norm(zero_centred),))
     return weight, rename(f"{at}.bias", f"{to}.bias")
-
-
-def linear(at: str, to: str | tuple[str, ...], *steps: Step) -> Rules:
-    """Weight and bias of a linear layer; with steps, the same for both: they must only touch rows."""
-    to = (to,) if isinstance(to, str) else to
-    return tuple([Rule(f"{at}.{kind}", tuple([f"{part}.{kind}" for part in to]), steps) for kind in ("weight", "bias")])
 
 
 def embeddings(at: str = "", to: str = "model", head: str = "lm_head", *, zero_centred: bool = False) -> Rules:

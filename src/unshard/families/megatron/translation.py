@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Note, Shape
 from unshard.errors import ModelError, UnshardError
-from unshard.families.architecture import Architecture, count_labels
+from unshard.families.architecture import Architecture
 from unshard.families.megatron.adapters import translate_adapters
 from unshard.families.megatron.aliases import resolve_alias
 from unshard.families.megatron.contradictions import compare_facts, other_layouts, padding_limit
 from unshard.families.megatron.heads import find_value_head
-from unshard.families.naming.lists import nearest, summarize
 from unshard.families.rules import Rewritten, Rule, split
 from unshard.families.sizes import Sizes
 from unshard.families.template import Family
+from unshard.families.translation import Translation, finish, map_hint, no_rules, sizes_of, unknown_names
 from unshard.tensors import Computed, Tensor, Value
-from unshard.words import count_in_words, items_in_lines
+from unshard.words import count_in_words
 
-_WILDCARD = re.compile(r"\{[a-z_]+\}")
-_MAP_HINT = "add the rules that are missing with --map FILE, or write Megatron's own names with --names stored"
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """A checkpoint's tensors under the names of the Hugging Face file, adapters as PEFT names them.
-
-    computed: the values that are no plain bytes of the checkpoint: shifted norms.
-    own:      names that the user's own rules gave: they are written, whatever the architecture has.
-    """
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    computed: Mapping[str, Computed] = field(default_factory=dict)
-    own: frozenset[str] = frozenset()
-    notes: tuple[Note, ...] = ()
-    problems: tuple[UnshardError, ...] = ()
+_WHOSE = "Megatron's"
 
 
 def translate(
@@ -49,14 +32,7 @@ def translate(
     """
     translator = _Translator(checkpoint, config, family, (*rules, *(family.megatron if family else ())))
     translator.run()
-    values = translator.result.tensors
-    return Translation(
-        {name: value for name, value in values.items() if isinstance(value, Tensor)},
-        {name: value for name, value in values.items() if isinstance(value, Computed)},
-        frozenset(translator.result.own),
-        tuple(translator.notes),
-        tuple(translator.problems),
-    )
+    return finish(translator.result, translator.notes, translator.problems)
 
 
 @dataclass(slots=True)
@@ -72,12 +48,10 @@ class _Translator:
     problems: list[UnshardError] = field(default_factory=list)
 
     def run(self) -> None:
-        model_type = self.config.get("model_type")
         if not self.rules:
-            message = f"no rules lead from Megatron's names to those of a {model_type!r} model"
-            self.problems.append(ModelError(message, hint=_MAP_HINT))
+            self.problems.append(no_rules(self.config, _WHOSE))
             return
-        sizes = self._sizes()
+        sizes = sizes_of(self.config, self.family, self.checkpoint.facts)
         contradiction = compare_facts(self.checkpoint.facts, sizes)
         if contradiction is not None:
             self.problems.append(contradiction)
@@ -98,7 +72,7 @@ class _Translator:
         self.problems += [*plain.problems, *self.result.problems, *adapters.problems]
         unknown = [*self.result.unknown, *adapters.unknown]
         if unknown:
-            self.problems.append(self._unknown(unknown))
+            self.problems.append(unknown_names(unknown, self.rules, self.config, self.family, _WHOSE))
 
     def _check_layouts(self) -> None:
         """Refuse layouts that the family's rules do not know; the user's own may."""
@@ -107,7 +81,7 @@ class _Translator:
         if found and own:
             self.notes.append(Note(f"{found}\nThe rules of --map must account for that", level="warning"))
         elif found:
-            self.problems.append(ModelError(found, hint=_MAP_HINT))
+            self.problems.append(ModelError(found, hint=map_hint(_WHOSE)))
 
     def _file_shapes(self, sizes: Sizes) -> Mapping[str, Shape]:
         """The shapes of the base model in the file; where only adapters are stored, as the config tells them."""
@@ -117,11 +91,6 @@ class _Translator:
             return Architecture(self.family, self.family.heads[0], sizes).hub_shapes() if self.family else {}
         except ModelError:
             return {}
-
-    def _sizes(self) -> Sizes:
-        defaults = self.family.all_defaults() if self.family else None
-        given = {"num_labels": count_labels(self.config)}
-        return Sizes(self.config, defaults, given, self.checkpoint.facts)
 
     def _resolve_aliases(self, sizes: Sizes) -> Rewritten:
         follows = self.family is not None and self.family.mtp_follows
@@ -160,19 +129,3 @@ class _Translator:
                     continue
                 text += f": training adds less than {limit}. Is vocab_size in config.json that of this model?"
                 self.notes.append(Note(text, (name,), "warning"))
-
-    def _unknown(self, names: Sequence[str]) -> ModelError:
-        """All names that no rule knows, each with the known one that it resembles."""
-        known = {_WILDCARD.sub("#", rule.whole): rule.whole for rule in self.rules}
-        lines = list(_with_guesses(names, known))
-        what = f"{self.config.get('model_type')!r} models" if self.family else "the rules that were given"
-        tensors = count_in_words(len(names), "tensor")
-        hint = f"does this config.json belong to these weights (--config DIR)? If it does, {_MAP_HINT}"
-        return ModelError(f"{tensors} unknown to the rules for {what}:\n{items_in_lines(lines)}", hint=hint)
-
-
-def _with_guesses(names: Sequence[str], known: Mapping[str, str]) -> Iterator[str]:
-    for line, count in summarize(names).items():
-        text = line if count == 1 else f"{line} ({count_in_words(count, 'tensor')})"
-        guess = nearest(line, known)
-        yield f"{text}, close to {guess}" if guess else text

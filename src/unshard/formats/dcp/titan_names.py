@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_PROJECTION = re.compile(r"layers\.[0-9]{1,9}\.attention\.(qkv_linear\.(wq|wk|wv|wqkv)|wq|wk|wq_a|wq_b|wkv_a|wkv_b)\..+")
+_PROJECTION = re.compile(
+    r"layers\.[0-9]{1,9}\.attention\.(qkv_linear\.(wq|wk|wv|wqkv)|wq|wk|wq_a|wq_b|wkv_a|wkv_b)\..+"
+)
 """Projections of attention (pytorch/torchtitan, `models/common/attention.py`, `models/deepseek_v3/model.py`).
 
 They are the mark: norms and gated MLPs are called alike in InternLM 2 and in gpt-fast, whose one `attention.wqkv` lies
