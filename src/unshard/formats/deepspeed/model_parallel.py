@@ -60,7 +60,8 @@ def missing_ranks(states: Mapping[int, ModelStates]) -> Iterable[UnshardError]:
     missing = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(count) if rank not in states]
     if missing:
         yield IncompleteError(
-            f"{len(missing)} of {count} model-parallel ranks are missing: no {items_in_words(missing)}",
+            f"{len(missing)} of {count} model-parallel ranks {'is' if len(missing) == 1 else 'are'} missing: no "
+            f"{items_in_words(missing)}",
             hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
         )
 
@@ -150,7 +151,7 @@ def _read_pipeline(
     """Per tensor-parallel rank all parameters as `LL.name`, masters where there are any; and the number of stages."""
     contents = {place: read_state(file, place[1], problems) for place, file in sorted(files.layers.items())}
     stated = [name for state in states.values() for group in state.groups or () for name in group]
-    parts = read_layers(contents, stated, problems)
+    parts = read_layers(contents, stated, problems, least=max([_tensor_ranks(state) for state in states.values()]))
     stages = max(len(states) // len(parts), 1)
     if not any(held):
         return parts, stages
@@ -161,3 +162,10 @@ def _read_pipeline(
         return parts, stages
     buffers = {name for state in states.values() for name in state.buffers}
     return [widen(part, own.keys() | buffers) | own for part, own in zip(parts, masters, strict=True)], stages
+
+
+def _tensor_ranks(states: ModelStates) -> int:
+    """How many tensor-parallel ranks a file of model states speaks of; 1 where it says nothing."""
+    degrees = states.recorded.get("checkpoint_parallel_dimensions")
+    said = degrees.get("tp_degree") if isinstance(degrees, Mapping) else None
+    return said if type(said) is int else 1

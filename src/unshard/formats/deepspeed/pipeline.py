@@ -10,7 +10,7 @@ several stages share `tied_modules.KEY.name`; each of these stages has a master 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from unshard.checkpoint import Shape
@@ -27,20 +27,26 @@ _ONE_RUN = "files of different checkpoints may be mixed here"
 
 
 def read_layers(
-    states: Mapping[tuple[int, int], Mapping[str, Tensor]], stated: Iterable[str], problems: list[UnshardError]
+    states: Mapping[tuple[int, int], Mapping[str, Tensor]],
+    stated: Iterable[str],
+    problems: list[UnshardError],
+    *,
+    least: int = 1,
 ) -> list[dict[str, Tensor]]:
     """Per tensor-parallel rank, the parameters of all layers as `LL.name`.
 
     states: (layer, tensor rank) → the content of its file; at least one.
-    stated: names in the `param_shapes` of all stages, which tell of layers whose files are missing.
+    stated: names in the `param_shapes` of all model-parallel ranks, each as often as ranks have it, which tell of files
+            that are missing; least: how many tensor-parallel ranks there are at least.
 
     Raises FormatError for more ranks than can be.
     """
-    ranks = max([rank for _, rank in states]) + 1
+    times = Counter([name for name in stated if _OF_LAYER.fullmatch(name)])
+    ranks = max(least, *[rank + 1 for _, rank in states], *times.values())
     if ranks > _MOST_RANKS:
         raise FormatError(f"the files' names count to {ranks:,} tensor-parallel ranks, more than any cluster has")
     numbers = {layer for layer, _ in states}
-    numbers |= {int(match[1]) for name in stated if (match := _OF_LAYER.fullmatch(name))}
+    numbers |= {int(name.partition(".")[0]) for name in times}
     missing = [(layer, rank) for layer in sorted(numbers) for rank in range(ranks) if (layer, rank) not in states]
     if missing:
         listed = items_in_words([_file_name(layer, rank) for layer, rank in missing])
