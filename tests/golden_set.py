@@ -22,7 +22,6 @@ COMMITTED = Path(__file__).parent / "golden" / "cases"
 VARIABLE = "UNSHARD_GOLDEN"
 
 LATER_FORMATS = {
-    "hfdcp_": "safetensors shards by torch's HuggingFaceStorageWriter",
     "ds_": "DeepSpeed ZeRO partitions",
 }
 """Kinds of the larger set, by the start of their names, that no format reads yet: their tests come with it."""
@@ -30,7 +29,7 @@ LATER_FORMATS = {
 UNIVERSAL_IS_READABLE = False
 """Whether a format reads what DeepSpeed's `ds_to_universal` writes."""
 
-READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_", "dcp_", "acc_")
+READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_", "dcp_", "hfdcp_", "acc_")
 MEGATRON_KINDS = ("megatron_", "deepspeed_megatron_", "mc_")
 """Kinds whose stored names are Megatron's: of the committed set, and of the larger one."""
 

@@ -25,7 +25,9 @@ _NEVER_ENTERED = re.compile(
     r"\..*|__pycache__|huggingface|wandb|tensorboard|runs|optim(izer)?(_\d+)?|extra(_state)?|(data)?loader|rng"
     r"|lora_adapter|rollout.*"
 )
-_PIECES = re.compile(r"(__\d+)?\.metadata(\.tmp)?|metadata\.json|common\.pt|.+\.distcp")
+_PIECES = re.compile(
+    r"(__\d+)?\.metadata(\.tmp)?|metadata\.json|common\.pt|.+\.distcp|shard-\d+-model-\d+-of-\d+\.safetensors"
+)
 """Files of distributed checkpoints (torch's DCP, Megatron-Core's), none of which can be read by itself."""
 _STEP = re.compile(r"[0-9]{1,18}")
 _RELEASE = "release"
@@ -78,7 +80,7 @@ def _whole(path: Path) -> Path:
         if not _PIECES.fullmatch(path.name):
             return path
         found = detect(path.absolute().parent)
-        if found is None or not (found.name == "dcp" or found.name.startswith("megatron")):
+        if found is None or not (found.name in ("dcp", "hf_shards") or found.name.startswith("megatron")):
             return path
         path = path.absolute().parent
     try:

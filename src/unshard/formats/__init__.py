@@ -7,6 +7,7 @@ from unshard.formats.dcp import Dcp
 from unshard.formats.deepspeed import DeepSpeed
 from unshard.formats.fsdp import Fsdp
 from unshard.formats.full import FullStateDict
+from unshard.formats.hf_shards import HfShards
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.megatron.adapter_files import VerlAdapter
 from unshard.formats.megatron.distributed import MegatronDist, MegatronFsdp
@@ -20,6 +21,7 @@ FORMATS: tuple[Format, ...] = (
     MegatronDist(),
     MegatronFsdp(),
     Dcp(),
+    HfShards(),
     DeepSpeed(),
     VerlAdapter(),
     HuggingFace(),

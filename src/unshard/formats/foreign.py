@@ -10,7 +10,6 @@ _MAX_ENTRIES = 4096
 _TORCH_FILES = "torch files of no layout that is known; one of them can be named by itself"
 
 _BY_CONTENT: tuple[tuple[str, str], ...] = (
-    (r"shard-\d+-model-\d+-of-\d+\.safetensors", "safetensors shards by torch's HuggingFaceStorageWriter"),
     (r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed ZeRO partitions"),
     (r"mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt", "a DeepSpeed checkpoint"),
     (r"common\.pt", "the common.pt of a Megatron-Core distributed checkpoint without its tensors"),

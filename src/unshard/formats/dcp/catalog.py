@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +35,13 @@ _TOKENIZER = "tokenizer"
 
 def read_model(source: Source, format_name: str) -> Checkpoint:
     """The catalog of the model at `source.path`. See `format.Dcp.read`."""
-    folders, problems = find_folders(source)
+    folders, problems = find_folders(source, holds_files)
     opened = open_container(folders)
     choice = choose_model(opened.outline, source.path, source.model_key)
     container = opened.read(choice.model.names.__contains__)
     tensors = {choice.model.names[key]: tensor for key, tensor in container.tensors.items()}
     tensors = {name: tensor.rename(name) for name, tensor in tensors.items()}
-    around = _look_around(source.path)
+    around = look_around_model(source.path)
     reading = _Reading(choice, container, folders)
     return Checkpoint(
         format=format_name,
@@ -58,11 +58,14 @@ def read_model(source: Source, format_name: str) -> Checkpoint:
     )
 
 
-def find_folders(source: Source) -> tuple[list[Folder], list[UnshardError]]:
+def find_folders(
+    source: Source, holds: Callable[[Path], bool], what: str = "file of a torch DCP directory"
+) -> tuple[list[Folder], list[UnshardError]]:
     """The directory and its counterparts in the further roots, and a problem for each root that has none.
 
     A further root may be given at any level that the main path has below it: where that one is
-    `run/checkpoint-5/pytorch_model_fsdp_0`, `/node1/run` finds the directory of the same name.
+    `run/checkpoint-5/pytorch_model_fsdp_0`, `/node1/run` finds the directory of the same name. `holds` recognises it by
+    `what` lies there.
     """
     (name, directory), *others = source.roots.items()
     folders = [Folder(directory, name)]
@@ -70,9 +73,9 @@ def find_folders(source: Source) -> tuple[list[Folder], list[UnshardError]]:
     parts = directory.absolute().parts
     for root, place in others:
         tails = [Path(*parts[len(parts) - count :]) for count in range(min(_MAX_TAIL, len(parts)) + 1)]
-        found = next((tail for tail in tails if _holds_files(place / tail)), None)
+        found = next((tail for tail in tails if holds(place / tail)), None)
         if found is None:
-            text, hint = f"{place}: no file of a torch DCP directory lies here", "leave this --also out, or mend it"
+            text, hint = f"{place}: no {what} lies here", "leave this --also out, or mend it"
             problems.append(IncompleteError(text, hint=hint))
         else:
             relative = found.as_posix()
@@ -80,11 +83,11 @@ def find_folders(source: Source) -> tuple[list[Folder], list[UnshardError]]:
     return folders, problems
 
 
-def _holds_files(directory: Path) -> bool:
+def holds_files(directory: Path) -> bool:
     return directory.is_dir() and any(is_dcp_file(path.name) for path in directory.iterdir())
 
 
-def _look_around(directory: Path) -> Surroundings:
+def look_around_model(directory: Path) -> Surroundings:
     """The side files of the model in a DCP directory."""
     parents = list(directory.absolute().parents)
     beside = [place / _ASSETS_BESIDE for place in parents[:_TO_ASSETS]]

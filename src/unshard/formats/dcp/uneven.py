@@ -32,13 +32,18 @@ class Written:
     sizes: tuple[int, ...]
 
 
-def settle(shape: tuple[int, ...], pieces: Sequence[Written], world: int) -> list[Box] | None:
-    """The true boxes of a tensor's pieces, if there is a mesh that explains them and no other that says otherwise."""
+def settle(
+    shape: tuple[int, ...], pieces: Sequence[Written], world: int, *, sizes_recorded: bool = True
+) -> list[Box] | None:
+    """The true boxes of a tensor's pieces, if there is a mesh that explains them and no other that says otherwise.
+
+    sizes_recorded: False where only the offsets of `Written.recorded` were recorded, and its sizes are those stored.
+    """
     found: set[tuple[Box, ...]] = set()
     for axis in range(len(shape)):
         if all(_is_whole_but(axis, shape, piece) for piece in pieces):
             for fsdp, tp in _meshes(world):
-                boxes = _explain(axis, shape[axis], pieces, fsdp, tp)
+                boxes = _explain(axis, shape[axis], pieces, (fsdp, tp), sizes_recorded)
                 if boxes is not None:
                     found.add(tuple(boxes))
     return list(found.pop()) if len(found) == 1 else None
@@ -60,13 +65,17 @@ def _meshes(world: int) -> tuple[tuple[int, int], ...]:
     return tuple([(count // tp, tp) for count in ranks for tp in columns if count % tp == 0 and count > tp])
 
 
-def _explain(axis: int, length: int, pieces: Sequence[Written], fsdp: int, tp: int) -> list[Box] | None:
+def _explain(
+    axis: int, length: int, pieces: Sequence[Written], mesh: tuple[int, int], sizes_recorded: bool
+) -> list[Box] | None:
+    fsdp, tp = mesh
     boxes = []
     for piece in pieces:
         row, column = divmod(piece.rank % (fsdp * tp), tp)
         start, size = _stored_run(length, fsdp, tp, row, column)
-        recorded = piece.recorded.offsets[axis], piece.recorded.sizes[axis]
-        if size != piece.sizes[axis] or recorded != _recorded_run(length, fsdp, tp, row, column):
+        run = _recorded_run(length, fsdp, tp, row, column)
+        recorded = piece.recorded.offsets[axis], piece.recorded.sizes[axis] if sizes_recorded else run[1]
+        if size != piece.sizes[axis] or recorded != run:
             return None
         offsets = list(piece.recorded.offsets)
         offsets[axis] = start
