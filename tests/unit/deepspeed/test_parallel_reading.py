@@ -123,3 +123,14 @@ def test_the_files_of_one_tensor_rank_alone_are_not_a_model(copy: Copy, weights:
         file.unlink()
     _, found = read(place, weights=weights)
     assert "5 of 10 files of layers are missing: no layer_01-model_01-model_states.pt" in found
+
+
+def test_files_of_experts_are_read_where_others_stop_at_them(copy: Copy) -> None:
+    """`layer_0_expert_0_mp_rank_00_model_states.pt` and `expp_rank_*` are names that converters do not know."""
+    place = copy("moe_ep2_w4")
+    optimizer = next(place.glob("*optim_states.pt"))
+    shutil.copy(optimizer, place / "expp_rank_0_mp_rank_00_optim_states.pt")
+    checkpoint, found = read(place)
+    assert found == ""
+    experts = {name.split(".")[5] for name in checkpoint.tensors if "deepspeed_experts" in name}
+    assert experts == {"0", "1", "2", "3"}

@@ -248,3 +248,14 @@ def test_what_megatrons_table_does_not_know_is_an_error(shelf: Shelf) -> None:
     parts = [megatron_part(shelf, rank) | shelf.put_all({"language_model.strange": numbers(2)}) for rank in (0, 1)]
     (problem,) = join_megatron_ranks(parts, 3.0, {}, {}).problems
     assert "language_model.strange" in problem.message
+
+
+def test_what_a_checkpoint_makes_long_is_refused_before_it_is_matched(shelf: Shelf) -> None:
+    """A regular expression with few quantifiers takes for ever where the name is long, or where there are very many."""
+    found = join(shelf, [numbers(2), numbers(2)], {"tp_replicated_parameter_patterns": [".*a.*b.*c"]}, "a" * 100_000)
+    assert "matched with no pattern" in found
+    with pytest.raises(FormatError, match="over 1,000 patterns"):
+        Patterns([(f".*{number}", 1) for number in range(1001)])
+    recorded = entry((4, 2), [[(0, 0, 2)], [(2, 0, 2)]], 0)
+    recorded["ranks"][0]["pieces"] *= 5000
+    assert "at most 4,096 pieces" in join(shelf, [numbers(2, 2), numbers(2, 2)], affine(recorded))

@@ -19,6 +19,7 @@ from unshard.checkpoint import Shape
 from unshard.tensors import Box, Tensor, concat, row_major_strides
 
 VERSION = 1
+_MOST_PIECES = 1 << 12
 
 
 def join_pieces(recorded: object, shards: Sequence[Tensor]) -> Tensor:
@@ -36,8 +37,8 @@ def join_pieces(recorded: object, shards: Sequence[Tensor]) -> Tensor:
         if shard.shape != expected:
             raise ValueError(f"{name}: rank {rank} holds {list(shard.shape)}, but its affine map says {list(expected)}")
         pieces = _entry(held, "pieces", name)
-        if not isinstance(pieces, Sequence):
-            raise ValueError(f"{name}: its affine map has no list of pieces")
+        if not isinstance(pieces, (list, tuple)) or len(pieces) > _MOST_PIECES:
+            raise ValueError(f"{name}: its affine map has no list of at most {_MOST_PIECES:,} pieces")
         blocks += [block for piece in pieces if (block := _place(piece, shard, shape)) is not None]
     if not blocks:
         return replace(shards[0], shape=shape, chunks=(), factors=())

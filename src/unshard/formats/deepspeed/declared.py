@@ -23,7 +23,7 @@ from typing import Any
 
 from unshard.errors import FormatError
 from unshard.formats.deepspeed import affine
-from unshard.formats.deepspeed.patterns import Patterns
+from unshard.formats.deepspeed.patterns import LONGEST_NAME, Patterns
 from unshard.formats.megatron.sections import join_along, join_replicas
 from unshard.tensors import Tensor, concat
 
@@ -100,6 +100,10 @@ class Declaration:
 
     def join(self, name: str, shards: Sequence[Tensor]) -> tuple[str, Tensor]:
         """In words how a parameter is shared, and the whole of it. Raises ValueError where shards do not fit."""
+        if len(name) > LONGEST_NAME:
+            raise ValueError(
+                f"{name[:LONGEST_NAME]}…: a name of over {LONGEST_NAME} characters is matched with no pattern"
+            )
         words, joined = self._join(name, shards)
         if self.vocabulary.find(name):
             rows = self.recorded.get("original_vocab_size")
@@ -180,7 +184,7 @@ def _read_parts(entry: Mapping[str, Any], widths: object) -> Parts:
     return Parts(axis, sizes, held)
 
 
-_MOST_PARTS = 1 << 16
+_MOST_PARTS = 1 << 10
 
 
 def _are_sizes(values: Sequence[object]) -> bool:

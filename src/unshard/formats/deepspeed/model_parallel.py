@@ -132,7 +132,7 @@ def _join(
     problems: list[UnshardError],
 ) -> Joined:
     if dialect == "megatron":
-        number = float(version) if isinstance(version, (int, float)) else 0.0
+        number = float(version) if isinstance(version, float) or version in (0, 1, 2, 3) else 0.0
         joined = join_megatron_ranks(parts, number, source.add_told(facts), source.axes)
         if not joined.problems:
             problems += check_recorded(joined.tensors, facts, all_there=not problems)

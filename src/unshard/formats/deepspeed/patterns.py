@@ -22,6 +22,9 @@ _HARMLESS = re.compile(r"\^?(?:(?:[\w\-/]|\\[^\w]|\\d|\.|\[[\w\-]+\])[*+]?)*\$?"
 _QUANTIFIER = re.compile(r"(?<!\\)[*+]")
 _MOST_QUANTIFIERS = 3
 _LONGEST = 500
+_MOST_PATTERNS = 1000
+LONGEST_NAME = 400
+"""Of names that may be matched: what a few quantifiers take grows with a power of it."""
 _LISTED = 20
 
 
@@ -42,6 +45,8 @@ class Patterns(Generic[Found]):
                 self._names[re.sub(r"\\(.)", r"\1", whole[1])] = found
             else:
                 self._patterns.append((re.compile(pattern), found))
+        if len(self._patterns) > _MOST_PATTERNS:
+            raise FormatError(f"universal_checkpoint_info has over {_MOST_PATTERNS:,} patterns that are not names")
         if refused:
             raise FormatError(
                 "universal_checkpoint_info has patterns of names that are of no known kind:\n"
