@@ -152,8 +152,6 @@ class TestNothing:
         ("files", "words"),
         [
             (["model/flax_model.msgpack"], "a Flax model"),
-            (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed ZeRO"),
-            (["global_step7/mp_rank_00_model_states.pt"], "DeepSpeed"),
             (["dist_ckpt/common.pt", "dist_ckpt/metadata.json"], "Megatron-Core"),
             (["adapter_config.json"], "PEFT adapter"),
             (["something.pt"], "one of them can be named by itself"),

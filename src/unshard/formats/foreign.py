@@ -10,8 +10,6 @@ _MAX_ENTRIES = 4096
 _TORCH_FILES = "torch files of no layout that is known; one of them can be named by itself"
 
 _BY_CONTENT: tuple[tuple[str, str], ...] = (
-    (r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt", "DeepSpeed ZeRO partitions"),
-    (r"mp_rank_\d+_model_states\.pt|layer_\d+-model_\d+-model_states\.pt", "a DeepSpeed checkpoint"),
     (r"common\.pt", "the common.pt of a Megatron-Core distributed checkpoint without its tensors"),
     (r"ckpt_contents\.json", "states of a verl run without the model (second layout)"),
     (r"adapter_config\.json", "a PEFT adapter's config without its weights"),
