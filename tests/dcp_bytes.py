@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import torch_bytes as tb
 from assembled import gather
@@ -16,6 +17,7 @@ MODULE = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "int64": "LongStorage"}
 ROOT = "here"
+ZSTD = "stream.zstd/1"
 
 
 def instance(name: str, state: bytes, module: str = MODULE) -> bytes:
@@ -89,11 +91,19 @@ def item(array: np.ndarray) -> bytes:
     return tb.archive(tb.torch_members(pickle, base.tobytes("A")))
 
 
+def compress(data: bytes, **options: bool) -> bytes:
+    """A stream of one frame, whose header does not tell how long the content is."""
+    zstandard = pytest.importorskip("zstandard")
+    stream = zstandard.ZstdCompressor(**options).compressobj()
+    return stream.compress(data) + stream.flush()  # type: ignore[no-any-return]
+
+
 @dataclass
 class Writer:
     """Writes pieces one after the other into files, and the metadata last.
 
-    Pieces are given with the box that is recorded; `lost` are not written into the metadata's places.
+    Pieces are given with the box that is recorded; those that are not `placed` are missing from the metadata's places.
+    `compressed` writes every item through zstd, as torch's `ZStandard` extension does.
     """
 
     directory: Path
@@ -101,6 +111,7 @@ class Writer:
     chunks: dict[str, list[bytes]] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     places: list[tuple[bytes, bytes]] = field(default_factory=list)
+    compressed: bool = False
 
     def declare(self, name: str, shape: Sequence[int], dtype: str = "float32") -> None:
         self.shapes[name] = shape, dtype
@@ -118,8 +129,23 @@ class Writer:
         placed: bool = True,
     ) -> None:
         """One piece of a tensor; `sizes` is what is recorded, if it is not the shape of the array."""
-        self.chunks[name].append(chunk(offsets, array.shape if sizes is None else sizes))
-        place = self._append(file, item(array), transforms)
+        recorded = array.shape if sizes is None else sizes
+        self.write_item(name, offsets, recorded, item(array), file, transforms, placed=placed)
+
+    def write_item(
+        self,
+        name: str,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        data: bytes,
+        file: str = "__0_0.distcp",
+        transforms: Sequence[str] = (),
+        *,
+        placed: bool = True,
+    ) -> None:
+        """One piece of a tensor, whatever its bytes are."""
+        self.chunks[name].append(chunk(offsets, sizes))
+        place = self._append(file, data, transforms)
         if placed:
             self.places.append((index(name, offsets, hint=len(self.places)), place))
 
@@ -131,6 +157,8 @@ class Writer:
     def _append(self, file: str, data: bytes, transforms: Sequence[str] = ()) -> bytes:
         path = self.directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
+        if self.compressed and not transforms:
+            data, transforms = compress(data), [ZSTD]
         with path.open("ab") as stream:
             start = stream.tell()
             stream.write(data)

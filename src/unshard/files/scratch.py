@@ -105,8 +105,9 @@ class DecodedFiles:
             known = self._places.get(file)
             place = known or self._reserve(file, encoded)
             place.segment.users += 1
-            self._segments.remove(place.segment)
-            self._segments.append(place.segment)
+            if self._segments[-1] is not place.segment:
+                self._segments.remove(place.segment)
+                self._segments.append(place.segment)
         try:
             if known is None:
                 self._fill(place, file, encoded)
