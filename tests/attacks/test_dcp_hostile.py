@@ -109,6 +109,17 @@ def test_damaged_metadata_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "steps",
+    [b"N", tb.text("model"), b"]", tb.group(tb.text("m"), b"\x8a\x20" + b"\x7f" * 32), tb.group(b"\x88"),
+     tb.group(b"G" + bytes(8)), tb.group(tb.integer(-1)), tb.group(*[tb.text("a")] * 99), tb.group()],
+)  # fmt: skip
+def test_paths_that_torch_never_writes_are_no_paths(tmp_path: Path, steps: bytes) -> None:
+    paths = db.pairs([(tb.text("w"), steps), (tb.integer(1), steps)])
+    data = db.metadata({"w": db.tensor_entry((2,), [ONE])}, HERE, paths=paths)
+    assert read(tmp_path, data).paths in ({}, {"w": ()})
+
+
+@pytest.mark.parametrize(
     "path", ["/etc/passwd", "../x", "a/../../x", "..", "", "C:\\x", "\\\\host\\share\\x", "a\\..\\x", "a\0b", "//x"]
 )
 def test_files_outside_of_the_directory_are_refused(tmp_path: Path, path: str) -> None:

@@ -114,7 +114,7 @@ class TestWhole:
         found, notes = merge(source, tmp_path / "out")
         assert_weights(found)
         assert "other states: 1 tensor, 12 B (`rng.cuda`), left out" in notes
-        assert "another model lies under `ema`: 6 tensors, 196 B, left out; --model-key ema takes it" in notes
+        assert "1 other model: 6 tensors, 196 B under `ema`, left out; --model-key takes it" in notes
         assert read(source).skipped == {"step": "1 entry, no tensors", "dataloader": "2 entries, no tensors"}
 
     def test_objects_of_modules_are_skipped(self, tmp_path: Path) -> None:

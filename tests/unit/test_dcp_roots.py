@@ -157,7 +157,8 @@ def test_nothing_lies_at_the_place_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("beside", [[], [("step",)], [("rng", "state")]])
 def test_an_optimizer_alone_is_no_model(beside: list[tuple[str | int, ...]]) -> None:
-    for states in (adam("optimizer"), flat_adam("optim"), adam("app", "optim")):
+    saved_by_itself = [*adam(), ("param_groups", 0, "lr")]
+    for states in (adam("optimizer"), flat_adam("optim"), adam("app", "optim"), saved_by_itself):
         with pytest.raises(NotACheckpointError, match="only the states of an optimizer") as caught:
             choose(*states, *beside)
         assert f"unshard inspect {Path.cwd() / 'run'}" in str(caught.value.hint)
@@ -201,3 +202,11 @@ def test_a_path_that_is_not_its_keys_is_no_path() -> None:
     outline = Outline({"a.weight": 4, "b.weight": 4}, (), {"a.weight": ("model", "x"), "b.weight": ("model", "x")})
     choice = choose_model(outline, PLACE)
     assert choice.model.names == {"a.weight": "a.weight", "b.weight": "b.weight"}
+
+
+@pytest.mark.parametrize("step", ["optim" + "1" * 60 + "x", "_state" * 12 + "!", "a_" * 30 + "!", "x" * 5_000_000])
+def test_names_of_strangers_take_no_time(step: str) -> None:
+    """No expression tries the same ending in countless ways."""
+    choice = choose((step, "a.weight"))
+    assert choice.model.path == (step,)
+    assert len(choice.model.title) <= 201

@@ -109,9 +109,11 @@ class _Reading:
             if keys:
                 named = f" ({names_in_words(keys)})" if what == "other states" else ""
                 yield Note(f"{what}: {self._amount(keys)}{named}, left out")
-        for group in self.choice.models:
-            text = f"another model lies under `{group.title}`: {self._amount(group.names)}, left out"
-            yield Note(f"{text}; --model-key {group.title} takes it", level="warning")
+        if models := self.choice.models:
+            titles = [group.title for group in models]
+            amount = self._amount([key for group in models for key in group.names])
+            text = f"{count_in_words(len(models), 'other model')}: {amount} under {names_in_words(titles)}"
+            yield Note(f"{text}, left out; --model-key takes {'it' if len(models) == 1 else 'one'}", level="warning")
         if stale := self._unnamed_files():
             text = f"files that the metadata do not name, left by another save: {names_in_words(stale)}"
             yield Note(text, level="warning")

@@ -258,8 +258,12 @@ def _paths(found: Any) -> Iterator[tuple[str, Steps]]:
     """`planner_data`, if it has the form that torch's own planners give it."""
     for name, steps in found.items() if isinstance(found, dict) else ():
         is_path = isinstance(steps, tuple) and len(steps) <= MOST_STEPS
-        if is_path and isinstance(name, str) and all(type(step) in (str, int) for step in steps):
+        if is_path and isinstance(name, str) and all(map(_is_step, steps)):
             yield name, steps
+
+
+def _is_step(step: Any) -> bool:
+    return type(step) is str or (type(step) is int and 0 <= step <= LARGEST)
 
 
 def _are_texts(value: Any) -> bool:

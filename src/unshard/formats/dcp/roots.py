@@ -17,23 +17,28 @@ from typing import Literal, TypeAlias
 
 from unshard.errors import NotACheckpointError, UsageError, command_line
 from unshard.formats.dcp.metadata import Outline, Steps
-from unshard.words import count_in_words, items_in_lines, one_line
+from unshard.words import count_in_words, items_in_lines, one_line, shorten
 
 Kind: TypeAlias = Literal["model", "optimizer", "other"]
 
-_OPTIMIZER = re.compile(r"(\w+[_.-])?(optim|optims|optimizer|optimizers)([_.-]?(states?|states?_dicts?|\d+))*", re.I)
+_OPTIMIZER = re.compile(r"(\w+[_.-])?(optim|optims|optimizer|optimizers)([_.-]?(states?|dicts?|\d))*", re.I)
 _OTHER = re.compile(
     r"(lr_?)?sched(uler)?s?|(data_?)?loaders?|data_?(set|iterator)s?|train(er|ing)?|rng|random|(grad_?)?scalers?|extra|metrics"
     r"|meters?|callbacks|loops|samplers?|progress",
     re.I,
 )
 """States of training by a name on their path, whose ending (`_state`, `_states`, a number) does not count."""
-_ENDING = re.compile(r"([_.-]?(states?|dicts?|\d+))+$", re.I)
+_ENDING = re.compile(r"([_.-]?(states?|dicts?|\d))+$", re.I)
+_LONGEST = 64
+"""Characters of a name of such states. Names of parameters, which may be much longer, need not be matched."""
 
 _PARAM_GROUPS = "param_groups"
 """What every optimizer's state dict has beside `state`, whatever it keeps of a parameter."""
 _FLAT_OPTIMIZER = re.compile(r"(state|param_groups)\..+\.\w+")
 """Names in a flattened one (torch `checkpoint/state_dict.py`, `_flatten_optim_state_dict`)."""
+
+_SHOWN = 200
+"""Characters of a path or a name in messages."""
 
 _MAIN = ("model", "module", "state_dict", "model_state_dict", "model_state")
 """The last step to the model that is meant, where others lie beside it (an average of it, a teacher)."""
@@ -58,7 +63,7 @@ class Group:
     @property
     def title(self) -> str:
         """The path for people, and for `--model-key`."""
-        return ".".join(map(str, self.path)) or "."
+        return one_line(shorten(".".join(map(str, self.path)), _SHOWN)) or "."
 
     def is_main(self) -> bool:
         """Whether it is named as the model that is meant."""
@@ -69,9 +74,9 @@ class Group:
         return any(_PARAMETER.fullmatch(name) for name in self.names.values())
 
     def kind(self, optimizers: Collection[Steps]) -> Kind:
-        """What the tensors are; `optimizers` are the paths of dicts that are known to be an optimizer's."""
+        """What the tensors are; `optimizers` are the paths of dicts that an optimizer keeps of its parameters."""
         kinds = {_kind_by_name(str(step)) for step in self.path}
-        inside = any(self.path[:count] in optimizers for count in range(len(self.path) + 1))
+        inside = any(self.path[:count] in optimizers for count in range(1, len(self.path) + 1))
         if "optimizer" in kinds or inside or all(map(_FLAT_OPTIMIZER.fullmatch, self.names.values())):
             return "optimizer"
         return "other" if "other" in kinds else "model"
@@ -104,7 +109,7 @@ def choose_model(outline: Outline, place: Path, wanted: str | None = None) -> Ch
     recorded = any(len(steps) > 0 for steps in outline.paths.values())
     groups = _group(outline.tensors, outline.paths if recorded else _guess_paths(outline.tensors))
     optimizers = {
-        steps[:at] for steps in outline.paths.values() for at, step in enumerate(steps) if step == _PARAM_GROUPS and at
+        (*steps[: steps.index(_PARAM_GROUPS)], "state") for steps in outline.paths.values() if _PARAM_GROUPS in steps
     }
     kinds: dict[Kind, list[Group]] = {"model": [], "optimizer": [], "other": []}
     for group in groups:
@@ -177,13 +182,15 @@ def _depth(path: Steps, wanted: str) -> int | None:
 def _listed(groups: Sequence[Group]) -> str:
     lines = []
     for group in groups:
-        some = ", ".join([one_line(name) for name in islice(group.names.values(), 2)])
-        lines.append(f"{one_line(group.title)}: {count_in_words(len(group.names), 'tensor')} ({some}, …)")
+        some = ", ".join([one_line(shorten(name, _SHOWN)) for name in islice(group.names.values(), 2)])
+        lines.append(f"{group.title}: {count_in_words(len(group.names), 'tensor')} ({some}, …)")
     return items_in_lines(lines)
 
 
 def _kind_by_name(step: str) -> Kind | None:
     """What lies under this name in a training state, if it is no model."""
+    if len(step) > _LONGEST:
+        return None
     if _OPTIMIZER.fullmatch(step):
         return "optimizer"
     return "other" if _OTHER.fullmatch(_ENDING.sub("", step)) else None
