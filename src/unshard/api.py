@@ -11,7 +11,7 @@ from unshard.errors import raise_all
 from unshard.lazy import CheckpointView, LazyTensor
 from unshard.merging import merge as _merge
 from unshard.opening import open_checkpoint
-from unshard.options import MergeOptions
+from unshard.options import MergeOptions, Weights
 from unshard.plan.moves import Plan
 from unshard.preparing import prepare
 from unshard.report.events import Sink, ignore
@@ -29,16 +29,18 @@ def open(
     also: AnyPath | Iterable[AnyPath] = (),
     config: AnyPath | None = None,
     shapes_from: AnyPath | None = None,
+    weights: Weights | None = None,
 ) -> CheckpointView:
     """The checkpoint at or below `path`, as a mapping of stored names to lazy tensors.
 
     also:        further directories with pieces of the same checkpoint.
     config:      a directory or file whose config.json counts instead of the checkpoint's own.
     shapes_from: a reference model, for shapes that are not stored: FSDP1 flat parameters, torch's safetensors shards.
+    weights:     "master" or "model", where the checkpoint keeps its parameters twice; None: masters.
 
     Raises an UnshardError where nothing readable lies there, and where pieces are missing or contradict each other.
     """
-    options = _make_options({"also": also, "config": config, "shapes_from": shapes_from})
+    options = _make_options({"also": also, "config": config, "shapes_from": shapes_from, "weights": weights})
     checkpoint = open_checkpoint(Path(path), options)
     raise_all(checkpoint.problems)
     return CheckpointView(checkpoint)
@@ -82,7 +84,7 @@ def verify(
 def _make_options(given: dict[str, Any]) -> MergeOptions:
     """Keywords of `MergeOptions`, with strings where it has paths."""
     given = dict(given)
-    for name in ("config", "tokenizer", "map", "shapes_from"):
+    for name in ("config", "tokenizer", "map", "shapes_from", "fill_from"):
         if given.get(name) is not None:
             given[name] = Path(given[name])
     if "also" in given:

@@ -35,6 +35,7 @@ def merge(source: Path, output: Path, options: MergeOptions | None = None, sink:
         source=str(source),
         output=str(output),
         checkpoint=prepared.checkpoint.title,
+        weights=prepared.checkpoint.weights,
         family=model.family,
         is_adapter=target.is_adapter,
         tensors=len(target.weights),

@@ -25,6 +25,20 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """A base model that gives the parameters which a checkpoint was saved without.
+
+    tensors: under the names of the file that `save_pretrained` writes.
+    place:   where it lies, for people.
+    lent:    names of tensors that were put among the checkpoint's own before these were named.
+    """
+
+    tensors: Mapping[str, Tensor]
+    place: str
+    lent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """Output name → value, in the order in which they are written, and what must be known about them.
 

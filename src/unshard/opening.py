@@ -10,7 +10,7 @@ from typing import Any
 from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.collector import collector_paused
 from unshard.errors import UnshardError, UsageError, command_line, raise_all
-from unshard.formats.contract import Source
+from unshard.formats.contract import Format, Source
 from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, read_config
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.surroundings import read_adapter_facts
@@ -38,23 +38,7 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
     """
     options = options or MergeOptions()
     found, place = locate(path, options.also)
-    if options.backend and options.backend not in found.backends:
-        lies = found.detect(place) or found.name
-        raise UsageError(
-            f"`--backend {options.backend}` was given, but `{place}` holds {lies}",
-            hint="leave `--backend` out: the format is detected",
-        )
-    if options.parallel and "megatron" not in found.backends:
-        lies = found.detect(place) or found.name
-        raise UsageError(
-            f"`--parallel` tells how Megatron's ranks lie, but `{place}` holds {lies}", hint="leave `--parallel` out"
-        )
-    if options.model_key and found.name not in ("dcp", "hf_shards"):
-        lies = found.detect(place) or found.name
-        raise UsageError(
-            f"`--model-key` chooses among the models of a torch DCP directory, but `{place}` holds {lies}",
-            hint="leave `--model-key` out",
-        )
+    _refuse_words_for_others(found, place, options)
     reference = open_reference(options.shapes_from) if options.shapes_from else None
     config = _given_config(options.config)
     shapes = ShapeTeller(reference, config)
@@ -79,6 +63,20 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
     if options.config:
         checkpoint = _with_config(checkpoint, options.config)
     return _with_tokenizer(checkpoint, options.tokenizer) if options.tokenizer else checkpoint
+
+
+def _refuse_words_for_others(found: Format, place: Path, options: MergeOptions) -> None:
+    """Raise UsageError for an option that speaks of another format than the one that was found."""
+    others: tuple[str, str] | None = None
+    if options.backend and options.backend not in found.backends:
+        others = f"`--backend {options.backend}` was given", "leave `--backend` out: the format is detected"
+    elif options.parallel and "megatron" not in found.backends:
+        others = "`--parallel` tells how Megatron's ranks lie", "leave `--parallel` out"
+    elif options.model_key and found.name not in ("dcp", "hf_shards"):
+        others = "`--model-key` chooses among the models of a torch DCP directory", "leave `--model-key` out"
+    if others is not None:
+        lies = found.detect(place) or found.name
+        raise UsageError(f"{others[0]}, but `{place}` holds {lies}", hint=others[1])
 
 
 def told_facts(options: MergeOptions, config: Mapping[str, Any] | None = None) -> dict[str, int]:
@@ -107,6 +105,12 @@ def _contradictions(checkpoint: Checkpoint, options: MergeOptions) -> Iterator[U
                 f"`{words[name]}` contradicts what training recorded: {name} is {recorded}",
                 hint=f"leave `{words[name].partition(' ')[0]}` out: the checkpoint tells",
             )
+    if options.weights and checkpoint.weights is None and not checkpoint.problems:
+        yield UsageError(
+            f"`--weights {options.weights}` chooses between two copies of the parameters, but this checkpoint "
+            f"({checkpoint.title}) keeps its parameters once",
+            hint="leave `--weights` out",
+        )
 
 
 def _given_axes(file: Path | None) -> Mapping[str, int | None]:

@@ -88,6 +88,8 @@ class MergeOptions:
     def __post_init__(self) -> None:
         """Raise UsageError for words and sizes that mean nothing."""
         chosen = {"dtype": DTYPE_CHOICES, "container": CONTAINERS, "verify": VERIFY_MODES}
+        if self.weights is not None:
+            chosen["weights"] = WEIGHTS_CHOICES
         for name, choices in chosen.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is {getattr(self, name)!r}, which is none of {', '.join(choices)}")

@@ -10,6 +10,7 @@ from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.collector import collector_paused
 from unshard.errors import UsageError, raise_all
+from unshard.filling import fuse_into, open_base, widen
 from unshard.formats.huggingface.target import lay_out
 from unshard.model import Model
 from unshard.opening import open_checkpoint, open_reference
@@ -49,20 +50,29 @@ def prepare(source: Path, options: MergeOptions) -> Preparation:
     """Open a checkpoint and plan its merge. Raises all that is wrong, at once."""
     checkpoint = open_checkpoint(source, options)
     raise_all(checkpoint.problems)
-    decision = decide(checkpoint, options)
+    decision = decide(checkpoint, options, str(source))
     return Preparation(checkpoint, decision, compile_plan(decision.target, check_replicas=options.check_replicas))
 
 
-def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
-    """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong."""
+def decide(checkpoint: Checkpoint, options: MergeOptions, source: str = "SRC") -> Decision:
+    """Name the tensors of a checkpoint that has no problems of its own, and lay them out. Raises all that is wrong.
+
+    source: the checkpoint as it was typed, for hints.
+    """
+    checkpoint, filler = open_base(checkpoint, options)
     checkpoint, translation = translate(checkpoint, options)
     split = split_adapters(checkpoint, options)
+    if filler is not None and checkpoint.weights == "master" and split.base:
+        filler = widen(filler)
     as_peft = _split_as_running(checkpoint, options) if translation is not None and split.adapters else split
     problems, notes = list(as_peft.problems), [*checkpoint.notes, *as_peft.notes]
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
     written = as_peft.adapters
     if options.fuse_lora:
-        fused = adapters.fuse_all(split)
+        if filler is None:
+            fused = adapters.fuse_all(split)
+        else:
+            fused, filler = fuse_into(split, filler, checkpoint.config, in_file=translation is not None)
         base, written = fused.tensors, ()
         problems += fused.problems
         notes += fused.notes
@@ -71,10 +81,17 @@ def decide(checkpoint: Checkpoint, options: MergeOptions) -> Decision:
         problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
     reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
     model = Model({})
-    if base:
-        own = translation.own if translation else ()
+    if base or filler is not None:
         model = families.name_model(
-            base, checkpoint.config, options, reference, in_file=translation is not None, own=own
+            base,
+            checkpoint.config,
+            options,
+            reference,
+            in_file=translation is not None,
+            own=translation.own if translation else (),
+            source=source,
+            excluded=adapters.strip_names(strip_all(checkpoint.excluded)) if split.adapters else checkpoint.excluded,
+            base=filler,
         )
     raise_all([*problems, *model.problems])
     target = lay_out(model, checkpoint, options, written)

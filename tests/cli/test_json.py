@@ -31,12 +31,13 @@ EVENTS: dict[str, dict[str, Any]] = {
         "format": str, "title": str, "roots": dict, "world_size": (int, type(None)),
         "mesh": [{"name": str, "size": int}], "placements": dict, "bytes": int, "tensors": dict,
         "architecture": (str, type(None)), "adapter": (dict, type(None)), "assets": list, "skipped": dict,
-        "facts": dict, "notes": [NOTE], "problems": [PROBLEM],
+        "facts": dict, "encodings": dict, "weights": (str, type(None)), "excluded": dict, "notes": [NOTE],
+        "problems": [PROBLEM],
     },
     "plan": {"plan": dict, "notes": [NOTE], "dropped": dict},
     "report": {
-        "source": str, "output": str, "checkpoint": str, "family": (str, type(None)), "is_adapter": bool,
-        "tensors": int, "parameters": int, "bytes": int, "files": [{"path": str, "bytes": int}], "seconds": Number,
+        "source": str, "output": str, "checkpoint": str, "weights": (str, type(None)), "family": (str, type(None)),
+        "is_adapter": bool, "tensors": int, "parameters": int, "bytes": int, "files": [{"path": str, "bytes": int}], "seconds": Number,
         "write_seconds": Number, "bytes_per_second": int, "peak_memory_bytes": int,
         "verification": {
             "mode": str, "bytes_compared": int, "seconds": Number, "proven": list, "not_proven": list,

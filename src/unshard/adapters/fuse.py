@@ -76,7 +76,7 @@ def fuse(base: Mapping[str, Tensor], adapter: Adapter, *, tied: bool = False) ->
     if not base:
         problem_ = IncompleteError(
             "the checkpoint holds the adapter only: there are no base weights to fuse it into",
-            hint="leave `--fuse-lora` out, and load the adapter on its base model with PEFT",
+            hint="give the base model with `--fill-from DIR`, or leave `--fuse-lora` out: the adapter is written alone",
         )
         return Fused(base, problems=(problem_,))
     return _Fusion(base, adapter.config, tied).run(adapter)

@@ -17,15 +17,17 @@ Models that got their adapter injected (transformers' `add_adapter`) lack the pr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 PREFIX = "base_model.model."
 _AROUND = re.compile(r"(?:\w+\.){0,4}?base_model\.model\.")
 """What may lie around a PEFT model: DistributedDataParallel, trl's model with a value head, a trainer's own module."""
 TOKENS = ".token_adapter.trainable_tokens_delta"
 _WRAPPERS = frozenset({"base_layer", "original_module", "token_adapter"})
+
+T = TypeVar("T")
 
 Kind: TypeAlias = Literal["lora", "saved", "tokens", "copy"]
 
@@ -121,6 +123,11 @@ def read_part(name: str) -> Part | None:
 def base_name(name: str) -> str:
     """The name of a base model's tensor without PEFT's wrappers."""
     return ".".join([part for part in strip_prefix(name).split(".") if part not in _WRAPPERS])
+
+
+def strip_names(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Entries of a PEFT model under the base model's own names."""
+    return {base_name(name): entry for name, entry in tensors.items()}
 
 
 def strip_prefix(name: str) -> str:

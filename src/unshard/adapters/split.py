@@ -78,22 +78,24 @@ def split(
         )
     adapters: list[Adapter] = []
     notes, problems = [], list(sorted_.problems)
-    base_stays = bool(sorted_.base) and not options.adapter_only
+    filled = options.fill_from is not None
+    base_is_written = (bool(sorted_.base) or filled) and not options.adapter_only
     several = len(sorted_.adapters) > 1
     for name, parts in sorted_.adapters.items():
         if tied:
             _drop_tied_tokens(parts)
         recorded = read_recorded(_recorded_for(checkpoint.adapter, name), options.lora_alpha)
         layers = find_layers(parts, sorted_.base, recorded.config)
-        shown = _shown(layers, sorted_, name, checkpoint.config, sorted_.base or outline or {}, base_stays=base_stays)
+        stays = not options.adapter_only and any(layer.weight is not None for layer in layers.layers)
+        shown = _shown(layers, sorted_, name, checkpoint.config, sorted_.base or outline or {}, base_stays=stays)
         completion = complete_config(recorded, shown)
         parts |= _copies(sorted_, layers, completion.config)
         adapters.append(Adapter(name, parts, completion.config))
-        notes += _notes(completion, recorded, sorted_, name, several=several, fused=options.fuse_lora)
+        notes += _notes(completion, recorded, sorted_, name, several=several, fused=options.fuse_lora, filled=filled)
         problems += [*recorded.problems, *layers.problems, *completion.problems]
         if tied and options.fuse_lora and options.tie_embeddings is None:
             problems += _tie_conflicts(layers)
-    if base_stays and not options.fuse_lora:
+    if base_is_written and not options.fuse_lora:
         notes.insert(0, _verdict(adapters))
     return Split(sorted_.base, tuple(adapters), tuple(dict.fromkeys(notes)), tuple(_once(problems)), tied)
 
@@ -230,12 +232,21 @@ def _verdict(adapters: list[Adapter]) -> Note:
 
 
 def _notes(
-    completion: Completion, recorded: Recorded, sorted_: _Sorted, adapter: str, *, several: bool, fused: bool
+    completion: Completion,
+    recorded: Recorded,
+    sorted_: _Sorted,
+    adapter: str,
+    *,
+    several: bool,
+    fused: bool,
+    filled: bool,
 ) -> list[Note]:
     label = f"adapter {adapter!r}: " if several else ""
     notes = [Note(label + note.text, note.tensors, note.level) for note in completion.notes]
-    if sorted_.base:
-        origin = completion.config.get("base_model_name_or_path")
+    origin = completion.config.get("base_model_name_or_path")
+    if filled and origin:
+        notes.append(Note(f"{label}adapter_config.json calls the base model {origin}."))
+    elif sorted_.base:
         called = f"adapter_config.json calls them {origin}" if origin else "which model they came from is not recorded"
         text = (
             f"The base weights are those that training froze under the adapter, as the checkpoint holds them; {called}."

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace, printer: Printer) -> int:
         shapes_from=arguments.shapes_from,
         repair_index=arguments.repair_index,
         model_key=arguments.model_key,
+        weights=arguments.weights,
         parallel=arguments.parallel,
     )
     checkpoint = open_checkpoint(arguments.source, wishes)

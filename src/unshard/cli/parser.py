@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from rich_argparse import RawDescriptionRichHelpFormatter
 
 from unshard.errors import UsageError
-from unshard.options import CONTAINERS, DTYPE_CHOICES, VERIFY_MODES
+from unshard.options import CONTAINERS, DTYPE_CHOICES, VERIFY_MODES, WEIGHTS_CHOICES
 from unshard.parallel import ARGUMENTS, read_sizes
 from unshard.report.console import make_console
 from unshard.report.printers import write_out
@@ -243,6 +243,11 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         help="the model among those of a torch DCP directory, by its place in the training state (model, app.ema)",
     )  # fmt: skip
     group.add_argument(
+        "--weights", type=one_of(WEIGHTS_CHOICES), metavar=braces(WEIGHTS_CHOICES),
+        help="of a checkpoint that keeps parameters twice (DeepSpeed) the optimizer's fp32 masters (default), or the "
+        "low-precision weights of the model",
+    )  # fmt: skip
+    group.add_argument(
         "--parallel", type=parallel, default={}, metavar="tp=N,…",
         help=f"sizes of Megatron's parallelism ({', '.join(ARGUMENTS)}), where neither args nor names tell",
     )  # fmt: skip
@@ -258,6 +263,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--names", default="hub", metavar="hub|stored|DIR",
         help="names as save_pretrained writes them (hub, default), as stored, or exactly those of the model in DIR",
+    )  # fmt: skip
+    group.add_argument(
+        "--fill-from", type=path, metavar="DIR",
+        help="a base model that gives the parameters which the checkpoint was saved without (frozen ones)",
     )  # fmt: skip
     group.add_argument("--weights-only", action="store_true", help="no config: write stored names, tie nothing")
     group.add_argument(

@@ -48,6 +48,8 @@ def merge_options(arguments: argparse.Namespace) -> MergeOptions:
         shapes_from=arguments.shapes_from,
         repair_index=arguments.repair_index,
         model_key=arguments.model_key,
+        weights=arguments.weights,
+        fill_from=arguments.fill_from,
         parallel=arguments.parallel,
         backend=arguments.backend,
         settings=engine_settings(arguments),

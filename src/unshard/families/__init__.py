@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from unshard.checkpoint import Checkpoint, Shape
@@ -15,7 +16,7 @@ from unshard.families.rules import Rule, join
 from unshard.families.sizes import Sizes
 from unshard.families.template import Family
 from unshard.families.transformers5 import rules_for
-from unshard.model import Model
+from unshard.model import Base, Model
 from unshard.model_config import is_tied
 from unshard.options import MergeOptions
 from unshard.tensors import Tensor, Value
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FAMILIES: Mapping[str, Family] = Families()
 """By `model_type` of config.json."""
+_NONE: Mapping[str, Shape] = MappingProxyType({})
 
 
 def translate(checkpoint: Checkpoint, config: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Translation:
@@ -35,9 +37,13 @@ def translate(checkpoint: Checkpoint, config: Mapping[str, Any], rules: Sequence
 
     Nothing is raised for what is wrong with the checkpoint: all of it is in `Translation.problems`.
     """
-    from unshard.families.megatron.translation import translate as translate_megatron  # late: few merges need it
+    # late: few merges need either
+    if checkpoint.dialect == "torchtitan":
+        from unshard.families.torchtitan.translation import translate as translate_names
+    else:
+        from unshard.families.megatron.translation import translate as translate_names
 
-    return translate_megatron(checkpoint, config, FAMILIES.get(str(config.get("model_type"))), rules)
+    return translate_names(checkpoint, config, FAMILIES.get(str(config.get("model_type"))), rules)
 
 
 def derive_config(facts: Mapping[str, Any], tensors: Mapping[str, Value]) -> Derived:
@@ -59,15 +65,21 @@ def outline(config: Mapping[str, Any] | None) -> Mapping[str, Tensor]:
     return {name: Tensor(name, F32, shape, ()) for name, shape in shapes.items()}
 
 
-def name_as_running(tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Mapping[str, Tensor]:
+def name_as_running(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, *, packed: bool = False
+) -> Mapping[str, Tensor]:
     """Tensors under names of the Hugging Face file, and adapters, by the names that the running model has for them.
 
-    As far as these differ in nothing else: what transformers 5 also packs keeps its name.
+    As far as these differ in nothing else: what transformers 5 also packs keeps its name, and with `packed` stands
+    there a second time, packed.
     """
     family = FAMILIES.get(str((config or {}).get("model_type")))
     rules = family.rules if family else rules_for(config or {})
-    renamed = join(tensors, [rule for rule in rules if not rule.steps], Sizes(config or {})).tensors
-    return {name: value for name, value in renamed.items() if isinstance(value, Tensor)}
+    sizes = Sizes(config or {})
+    named = join(tensors, [rule for rule in rules if not rule.steps], sizes).tensors
+    if packed:
+        named |= join(tensors, rules, sizes).tensors
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def name_model(
@@ -78,6 +90,9 @@ def name_model(
     *,
     in_file: bool = False,
     own: Collection[str] = (),
+    source: str = "SRC",
+    excluded: Mapping[str, Shape] = _NONE,
+    base: Base | None = None,
 ) -> Model:
     """The model that comes out: stored tensors under the names that `options.names` asks for.
 
@@ -85,10 +100,24 @@ def name_model(
     reference: the catalog of the model whose names and files are followed, where `options.names` is a directory.
     in_file:   the names are those of the Hugging Face file already: translated, not those of a running model.
     own:       names that the user gave himself: they are written, whatever the architecture has.
+    source:    where the checkpoint lies, for hints.
+    excluded:  parameters that the checkpoint records as left out when it was saved, under their stored names.
+    base:      the model that gives what is not there.
 
     Nothing is raised for what is wrong with the checkpoint: all of it is in `Model.problems`.
     """
-    return name_tensors(tensors, config, options, reference, FAMILIES, in_file=in_file, own=own)
+    return name_tensors(
+        tensors,
+        config,
+        options,
+        reference,
+        FAMILIES,
+        in_file=in_file,
+        own=own,
+        source=source,
+        excluded=excluded,
+        base=base,
+    )
 
 
 def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:

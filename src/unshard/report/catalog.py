@@ -12,7 +12,7 @@ from unshard.families import derive_config
 from unshard.model_config import class_name
 from unshard.report.console import print_facts, print_line, print_table, print_title
 from unshard.report.printers import problem_to_json
-from unshard.report.render import print_notes
+from unshard.report.render import WEIGHTS_IN_WORDS, print_notes
 from unshard.report.report import note_to_json
 from unshard.words import bytes_in_words, count_in_words, names_in_words
 
@@ -40,6 +40,8 @@ def catalog_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "adapter": dict(checkpoint.adapter) if checkpoint.adapter else None,
         "assets": [asset.path for asset in checkpoint.assets],
         "skipped": dict(checkpoint.skipped),
+        "weights": checkpoint.weights,
+        "excluded": {name: list(shape) for name, shape in checkpoint.excluded.items()},
         "notes": [note_to_json(note) for note in checkpoint.notes],
         "problems": [problem_to_json(problem) for problem in checkpoint.problems],
     }
@@ -88,6 +90,11 @@ def _facts(checkpoint: Checkpoint, *, verbose: bool) -> Iterator[tuple[str, str]
     for encoding, count in _encodings(checkpoint).items():
         yield "compressed", f"{count_in_words(count, 'chunk')} with {encoding}"
     yield "dtypes", ", ".join([f"{name}: {count:,}" for name, count in dtypes.most_common()])
+    if checkpoint.weights:
+        yield "weights", WEIGHTS_IN_WORDS[checkpoint.weights]
+    if checkpoint.excluded:
+        names = names_in_words(list(checkpoint.excluded), len(checkpoint.excluded) if verbose else 3)
+        yield "left out", f"{count_in_words(len(checkpoint.excluded), 'parameter')} at saving: {names}"
     lora = [name for name in checkpoint.tensors if "lora_" in name]
     if lora:
         yield "adapters", f"{count_in_words(len(lora), 'LoRA tensor')}; {_describe_adapter(checkpoint)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from unshard.checkpoint import Note
+from unshard.options import Weights
 from unshard.report.console import print_facts, print_line, print_table, print_title
 from unshard.report.report import Report
 from unshard.words import bytes_in_words, count_in_words, names_in_words, one_line, seconds_in_words
@@ -17,6 +18,12 @@ SHOWN_NAMES = 3
 """Tensors that a note names without `--verbose`."""
 SHOWN_FILES = 12
 """Files that the report lists without `--verbose`."""
+
+WEIGHTS_IN_WORDS: Mapping[Weights, str] = {
+    "master": "the optimizer's fp32 masters",
+    "model": "the model's own, in the precision that training computed in",
+}
+"""Which of two copies of the parameters was taken."""
 
 UNKNOWN_MODEL = "unknown to unshard: names were not checked against an architecture"
 
@@ -64,6 +71,8 @@ def _origin(report: Report) -> Iterator[tuple[str, str]]:
     yield "from", f"{report.source} ({report.checkpoint})"
     yield "model", model_in_words(report.family, is_adapter=report.is_adapter)
     yield "tensors", f"{report.tensors:,} ({report.parameters:,} parameters)"
+    if report.weights:
+        yield "weights", WEIGHTS_IN_WORDS[report.weights]
 
 
 def _files(files: Sequence[tuple[str, int]], most: int | None) -> Iterator[tuple[str, str]]:

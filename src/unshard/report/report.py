@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unshard.checkpoint import Note
+from unshard.options import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Report:
     """The report of a merge. Sizes in bytes, times in seconds, `rate` in bytes per second, `peak_memory` in bytes.
 
     checkpoint: what lay there, in one line.
+    weights:    which copy of the parameters was taken, where the checkpoint keeps two.
     family:     the architecture that names and shapes were checked against; None: no family knows it.
     is_adapter: a PEFT adapter was written, without a base model.
     files:      (path, size) of every file, in the order in which they were published.
@@ -64,6 +66,7 @@ class Report:
     write_seconds: float
     peak_memory: int
     verification: Verification
+    weights: Weights | None = None
     notes: tuple[Note, ...] = ()
     rounded: tuple[Rounded, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Report:
             "source": self.source,
             "output": self.output,
             "checkpoint": self.checkpoint,
+            "weights": self.weights,
             "family": self.family,
             "is_adapter": self.is_adapter,
             "tensors": self.tensors,

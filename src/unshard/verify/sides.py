@@ -16,6 +16,7 @@ from unshard.errors import VerificationError, raise_all
 from unshard.families.naming.ties import find_tied
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.reader import HuggingFace
+from unshard.locate import detect
 from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, is_adapter_file
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
@@ -66,8 +67,11 @@ class Side:
 
 def open_place(path: Path, options: MergeOptions) -> Checkpoint:
     """The catalog of a side. What the options say of a checkpoint does not hold for models that lie there whole."""
-    if HuggingFace().detect(path) is not None:
-        options = replace(options, backend=None, also=(), shapes_from=None, config=None, model_key=None, parallel={})
+    found = detect(path) if path.exists() else None
+    if found is not None and found.name == HuggingFace.name:
+        options = replace(
+            options, backend=None, also=(), shapes_from=None, config=None, model_key=None, weights=None, parallel={}
+        )
     catalog = open_checkpoint(path, options)
     raise_all(catalog.problems)
     return catalog
@@ -94,13 +98,14 @@ def make_side(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -> 
 
 def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
     """What a merge with the same options would write; nothing is written, but every element must have a source."""
-    decision = decide(catalog, options)
+    decision = decide(catalog, options, str(catalog.roots["source"]))
     compile_plan(decision.target)
     tensors = dict(_planned_tensors(decision.target))
     config = {**(decision.checkpoint.config or {}), **decision.model.config_changes}
     adapters = dict(_planned_adapters(decision.target))
     ties = find_tied(tensors, config)
-    return Side(tensors, catalog.roots, ties, adapters, decision.model.family, decision.notes, is_checkpoint=True)
+    roots = decision.target.roots
+    return Side(tensors, roots, ties, adapters, decision.model.family, decision.notes, is_checkpoint=True)
 
 
 def _planned_tensors(target: Target) -> Iterator[tuple[str, Value]]:

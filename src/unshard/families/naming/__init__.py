@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from unshard.checkpoint import Checkpoint
-from unshard.errors import ModelError, UsageError
+from unshard.checkpoint import Checkpoint, Shape
+from unshard.errors import ModelError, UsageError, command_line
 from unshard.families.naming.draft import Draft
 from unshard.families.naming.namer import Namer
 from unshard.families.naming.ties import settle_ties
 from unshard.families.template import Family
-from unshard.model import Model
+from unshard.model import Base, Model
 from unshard.options import MergeOptions
 from unshard.tensors import Value
+from unshard.words import count_in_words
 
 
 def name_tensors(
@@ -25,26 +26,46 @@ def name_tensors(
     *,
     in_file: bool,
     own: Collection[str],
+    source: str,
+    excluded: Mapping[str, Shape],
+    base: Base | None,
 ) -> Model:
     """See `families.name_model`."""
     draft = Draft.of(tensors)
+    left_out = {name: shape for name, shape in excluded.items() if name not in tensors}
     if config is None and reference is not None:
         config = reference.config
     if options.weights_only:
         draft.note("stored names were kept as they are; nothing was tied, renamed or checked against an architecture")
+        _say_excluded(draft, left_out)
     elif options.names == "stored":
         if config is not None and options.tie_embeddings is not None:
             settle_ties(draft, config, options.tie_embeddings, ())
         draft.note("stored names were kept as they are and not checked against an architecture")
+        _say_excluded(draft, left_out)
     elif config is None:
         draft.problems.append(
             ModelError(
                 "there is no config.json, so names, shapes and tied weights cannot be known",
-                hint="give the model's own with --config DIR, or write the stored names with --weights-only",
+                hint=f"give the model's own: {_merge(source, '--config', 'DIR')}\n"
+                f"or write the stored names: {_merge(source, '--weights-only')}",
             )
         )
     elif options.names != "hub" and reference is None:
         draft.problems.append(UsageError(f"no reference model was found at {options.names}"))
     else:
-        Namer(draft, config, options, families, in_file=in_file, own=own).run(reference)
+        hint = _merge(source, "--fill-from", "DIR")
+        namer = Namer(draft, config, options, families, in_file=in_file, own=own, fill_hint=hint)
+        namer.run(reference, left_out, base)
     return draft.finish()
+
+
+def _merge(source: str, *words: str) -> str:
+    return command_line("unshard", "merge", source, "OUT", *words)
+
+
+def _say_excluded(draft: Draft, left_out: Mapping[str, Shape]) -> None:
+    if left_out:
+        parameters = count_in_words(len(left_out), "parameter")
+        text = f"the checkpoint was saved without {parameters}, and so are these weights"
+        draft.note(text, tuple(left_out), level="warning")

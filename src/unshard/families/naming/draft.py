@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unshard.checkpoint import Level, Note
+from unshard.checkpoint import Level, Note, Shape
+from unshard.dtypes import F32
 from unshard.errors import UnshardError
 from unshard.model import Model
 from unshard.target import Claim
-from unshard.tensors import Value
+from unshard.tensors import Tensor, Value
 
 
 @dataclass(slots=True)
@@ -44,6 +45,18 @@ class Draft:
         for origin in self.origins.pop(name):
             self.dropped[origin] = reason
         return self.tensors.pop(name)
+
+    def expect(self, shapes: Mapping[str, Shape]) -> None:
+        """Let tensors without bytes stand for parameters that were left out, so that these get their names with all."""
+        for name, shape in shapes.items():
+            self.tensors[name], self.origins[name] = Tensor(name, F32, shape, ()), (name,)
+
+    def take_out(self, expected: Collection[str]) -> dict[str, Shape]:
+        """Name → shape of what stands for those parameters by now; it is no longer among the tensors."""
+        found = [name for name, origins in self.origins.items() if all(origin in expected for origin in origins)]
+        for name in found:
+            del self.origins[name]
+        return {name: self.tensors.pop(name).shape for name in found}
 
     def replace(self, tensors: dict[str, Value], origins: Mapping[str, tuple[str, ...]]) -> None:
         """Put other tensors in place; `origins` names the present ones that each was made from."""

@@ -11,6 +11,7 @@ from unshard.families.architecture import Architecture, read_architecture
 from unshard.families.naming.buffers import drop_recomputed, find_own
 from unshard.families.naming.checks import check_vocabulary, compare
 from unshard.families.naming.draft import Draft
+from unshard.families.naming.filling import fill, tell_excluded
 from unshard.families.naming.heads import has_value_head, settle_head
 from unshard.families.naming.reference import follow
 from unshard.families.naming.ties import settle_ties
@@ -19,12 +20,14 @@ from unshard.families.rules import Rewritten, split
 from unshard.families.sizes import Sizes
 from unshard.families.template import HEADS, Family, Parameter
 from unshard.families.transformers5 import rules_for
+from unshard.model import Base
 from unshard.model_config import class_name
 from unshard.options import MergeOptions
 
 _WAYS_OUT = {
     "unknown": "--names stored writes all tensors under their stored names; --weights-only does without a config too",
-    "missing": "is this the whole checkpoint, and does this config.json belong to it? see --config DIR",
+    "missing": "is this the whole checkpoint, and does this config.json belong to it? see --config DIR\nwhat was "
+    "frozen and not saved comes from the base model: {}",
     "misshapen": "does this config.json belong to these weights? give the right one with --config DIR",
 }
 
@@ -34,7 +37,8 @@ class Namer:
 
     `family` describes the model type, if any does; `base` are the shapes of its base model in the file, None where the
     config does not tell them (which is a problem then) or nothing describes the type. `in_file`: the names are those of
-    the file already. `own`: names that the user gave himself.
+    the file already. `own`: names that the user gave himself. `fill_hint`: the command that takes what is not there
+    from a base model.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class Namer:
         *,
         in_file: bool,
         own: Collection[str],
+        fill_hint: str,
     ) -> None:
         self.own = own
+        self.fill_hint = fill_hint
         self.in_file = in_file
         self.draft = draft
         self.config = config
@@ -63,25 +69,54 @@ class Namer:
         self.known: frozenset[str] | None = None
         self._read_base()
 
-    def run(self, reference: Checkpoint | None) -> None:
-        """All steps, in their order."""
+    def run(self, reference: Checkpoint | None, excluded: Mapping[str, Shape], base: Base | None) -> None:
+        """All steps. `excluded` was left out when the checkpoint was saved; `base` gives what it can."""
         draft = self.draft
+        draft.expect(excluded)
         self._check_head_counts()
         unwrap(draft, self.known)
         ending = settle_head(draft, self.config, required=self.options.value_model)
         changes = {key: value for key, value in draft.config_changes.items() if value is not None}
         architecture = read_architecture({**self.config, **changes}, self.families, ending, self.given)
         rewritten = self._rename(architecture)
+        left_out = draft.take_out(excluded)
         drop_recomputed(draft, frozenset(reference.tensors) if reference else frozenset())
         tied = False
         if architecture is None or architecture.is_language_model:
             tied = settle_ties(draft, self.config, self.options.tie_embeddings, self.base or ())
+        expected = self._expect(architecture, tied=tied)
+        explained = rewritten.explained | self._fill(architecture, expected, left_out, base)
         if reference is not None:
             follow(draft, reference, self.rules, self.config)
         elif architecture is None:
             self._say_unchecked()
-        else:
-            self._check(architecture, rewritten, tied)
+        elif expected is not None:
+            self._check(architecture, expected, explained)
+
+    def _expect(self, architecture: Architecture | None, *, tied: bool) -> dict[str, Shape] | None:
+        """The parameters that the file must have; None where nothing tells them."""
+        if architecture is None or self.base is None:
+            return None
+        try:
+            return self.base | architecture.hub_head_shapes(tied=tied, value_head=has_value_head(self.draft))
+        except ModelError as problem:
+            self.draft.problems.append(problem)
+            return None
+
+    def _fill(
+        self,
+        architecture: Architecture | None,
+        expected: Mapping[str, Shape] | None,
+        left_out: Mapping[str, Shape],
+        base: Base | None,
+    ) -> set[str]:
+        """Take what is not there from `base`, or say what was left out. Returns the names whose absence is told."""
+        if base is not None and (architecture is None or expected is not None):
+            name = architecture.name if architecture else class_name(self.config) or "the model"
+            return fill(self.draft, base, expected, left_out, name, self.config)
+        if left_out:
+            self.draft.problems.append(tell_excluded(left_out, f"give a base model that has them: {self.fill_hint}"))
+        return set(left_out)
 
     def _expect_extras(self, architecture: Architecture, expected: dict[str, Shape]) -> None:
         """Of what a file may hold besides, what is there in part must be there whole."""
@@ -137,12 +172,9 @@ class Namer:
         text = f"no family describes {model}: names and shapes were not checked against an architecture"
         self.draft.note(text, level="warning")
 
-    def _check(self, architecture: Architecture, rewritten: Rewritten, tied: bool) -> None:
+    def _check(self, architecture: Architecture, expected: dict[str, Shape], explained: Collection[str]) -> None:
         draft = self.draft
-        if self.base is None:
-            return
         try:
-            expected = self.base | architecture.hub_head_shapes(tied=tied, value_head=has_value_head(draft))
             self._expect_extras(architecture, expected)
         except ModelError as problem:
             draft.problems.append(problem)
@@ -157,10 +189,8 @@ class Namer:
         if own:
             text = f"tensors that are no parameters of {architecture.name} are written all the same"
             draft.note(text, own, level="warning")
-        ways_out = dict(_WAYS_OUT)
+        ways_out = {**_WAYS_OUT, "missing": _WAYS_OUT["missing"].format(self.fill_hint)}
         if expected.keys() - draft.tensors.keys() == {"lm_head.weight"}:
             ways_out["missing"] = "if lm_head is the embedding, say so with --tie-word-embedding"
         parameters = {name: value for name, value in draft.tensors.items() if name not in own}
-        draft.problems += compare(
-            parameters, expected, architecture.name, explained=rewritten.explained, ways_out=ways_out
-        )
+        draft.problems += compare(parameters, expected, architecture.name, explained=explained, ways_out=ways_out)

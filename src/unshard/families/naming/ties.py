@@ -58,6 +58,11 @@ def settle_ties(draft: Draft, config: Mapping[str, Any], wanted: bool | None, kn
     return True
 
 
+def is_tied_head(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a name of the file is that of a head that the config ties to the embedding."""
+    return name in _PAIRS and is_tied(config)
+
+
 def find_tied(names: Collection[str], config: Mapping[str, Any]) -> Mapping[str, str]:
     """Heads that are not among the names because the config ties them → the embedding that serves in their place."""
     if not is_tied(config):
