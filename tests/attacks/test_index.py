@@ -176,6 +176,9 @@ def test_without_an_index_missing_shards_are_told(sharded: Path) -> None:
 
 
 def test_pieces_of_tensors_are_not_taken_for_a_model(sharded: Path) -> None:
-    header = b'{"__metadata__":{"DCP_SHARDING_INFO":"{}"}}'
-    (sharded / FIRST).write_bytes(len(header).to_bytes(8, "little") + header)
+    header = (
+        b'{"__metadata__":{"DCP_SHARDING_INFO":"{\\"a\\": {\\"saved_offsets\\": [4]}}"},'
+        b'"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+    )
+    (sharded / FIRST).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     assert "distributed checkpoint" in messages(read(sharded))

@@ -11,6 +11,8 @@ from unshard.formats.huggingface.shards import BIN, SAFETENSORS, Naming
 
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)\.")
 _MODEL_FILE = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?")
+_ANY_INDEX = ".safetensors.index.json"
+"""How the index of a model with other names ends, such as those of diffusers."""
 _DISTRIBUTED = "shard-"
 """The prefix of torch DCP's per-rank safetensors files: pieces of tensors, not a model."""
 
@@ -49,6 +51,9 @@ def find_weights(names: Collection[str]) -> Weights | None:
         if f"adapter_model.{kind}" in names:
             return Weights(kind, (f"adapter_model.{kind}",), is_adapter=True)
     others = [name for name in names if name.endswith(SAFETENSORS.suffix) and not name.startswith(_DISTRIBUTED)]
+    indexes = [name for name in names if name.endswith(_ANY_INDEX)]
+    if others and len(indexes) == 1:
+        return Weights("safetensors", (), indexes[0], usual=False)
     return Weights("safetensors", tuple(sorted(others)), usual=False) if others else None
 
 
