@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import raise_all
@@ -46,7 +47,7 @@ def run_plan(plan: Plan, output: Path, settings: Settings, sink: Sink, overwrite
 
             if staging.foreign:
                 sink(Message("note", f"left in place beside the model: {items_in_words(staging.foreign)}"))
-            files = OpenFiles(plan.roots, scratch=scratch)
+            files = OpenFiles(plan.roots, scratch=replace(scratch, directory=output))
             rounded = _write(files, settings, Schedule(plan.files, settings, open_output), meter)
             until_told.enter_context(hold_interrupts())
             staging.publish()
