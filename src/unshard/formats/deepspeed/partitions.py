@@ -22,6 +22,13 @@ from unshard.words import count_in_words, items_in_lines, ranks_in_words
 _MASTERS = {3: "fp32_flat_groups"}
 _MASTERS_BELOW_3 = "single_partition_of_fp32_groups"
 _MAX_GROUPS = 1 << 16
+_OF_ONE_SAVE = (
+    ("counts", "partitions"),
+    ("stage", "ZeRO stage"),
+    ("step", "step of the optimizer"),
+    ("version", "version of DeepSpeed"),
+)
+"""Attributes of partitions that are equal in all files of a save, and what they are."""
 _COPY = "fetch the files again, all of one save"
 
 Slices = Mapping[str, tuple[int, int]]
@@ -37,6 +44,7 @@ class Partition:
     gaps:    per group and parameter, elements between it and the next one; empty where there are none.
     slices:  per group, where parameters lie, which proves the order; empty where it is not recorded.
     step:    of the base optimizer, None where it cannot be told.
+    version: of DeepSpeed, None where it is not recorded.
     """
 
     rank: int
@@ -47,6 +55,7 @@ class Partition:
     gaps: tuple[tuple[int, ...], ...] = ()
     slices: tuple[Slices, ...] = ()
     step: float | None = None
+    version: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -104,7 +113,7 @@ def _check(first: Partition, found: Mapping[int, Partition], files: Mapping[int,
             f"{'is' if len(missing) == 1 else 'are'} missing:\n{listed}",
             hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
         )
-    for attribute, what in (("counts", "partitions"), ("stage", "ZeRO stage"), ("step", "step of the optimizer")):
+    for attribute, what in _OF_ONE_SAVE:
         kinds: dict[Any, list[int]] = {}
         for rank, one in found.items():
             kinds.setdefault(getattr(one, attribute), []).append(rank)
@@ -140,12 +149,18 @@ def read_partition(file: File, rank: int) -> Partition:
     if not isinstance(state, Mapping):
         raise FormatError(f"{file.name}: holds no optimizer states of DeepSpeed (`optimizer_state_dict`)")
     try:
-        return _read(state, file, rank)
+        return _read(state, file, rank, root.get("ds_version"))
     except FormatError as error:
         raise FormatError(f"{file.name}: {error.message}", hint=error.hint) from error
 
 
-def _read(state: Mapping[Any, Any], file: File, rank: int) -> Partition:
+def _read(state: Mapping[Any, Any], file: File, rank: int, version: object) -> Partition:
+    if state.get("ds_zero_partition_groups"):
+        raise FormatError(
+            "its masters are partitioned over other ranks from group to group (`ds_zero_partition_groups`, AutoEP), "
+            "which is not read",
+            hint="gather the model in the training script and save it with save_pretrained",
+        )
     stage = _stage(state.get("zero_stage"))
     name = _MASTERS.get(stage, _MASTERS_BELOW_3)
     flats = state.get(name)
@@ -166,6 +181,7 @@ def _read(state: Mapping[Any, Any], file: File, rank: int) -> Partition:
         tuple(_gaps(state.get("param_alignment_paddings"))),
         tuple(_slices(state.get("param_slice_mappings"))),
         _step(state, file.path),
+        version if isinstance(version, str) else None,
     )
 
 

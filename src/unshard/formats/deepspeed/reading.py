@@ -11,10 +11,11 @@ from unshard.errors import FormatError, IncompleteError, UnshardError, command_l
 from unshard.formats.contract import Source
 from unshard.formats.deepspeed.experts import check_files, check_masters, is_expert, merge_files
 from unshard.formats.deepspeed.files import LATEST, File, TagFiles, find_files, tag_of
+from unshard.formats.deepspeed.gathering import read_first_states, read_pieces
 from unshard.formats.deepspeed.masters import join_partitions
 from unshard.formats.deepspeed.model_parallel import join_model, missing_ranks
 from unshard.formats.deepspeed.partitions import Partitions, read_partitions
-from unshard.formats.deepspeed.states import ModelStates, read_model_states
+from unshard.formats.deepspeed.states import ModelStates
 from unshard.formats.deepspeed.stored import read_state
 from unshard.formats.deepspeed.weights import Weights, Widened, read_weights, same_parameters
 from unshard.formats.surroundings import look_around
@@ -24,19 +25,21 @@ from unshard.words import count_in_words, items_in_words
 
 _PARENTS = 2
 """How far above a tag a config may lie: Trainer's `checkpoint-N`, accelerate's `pytorch_model` in a directory."""
-_TAKE_MODEL = "--weights model takes the module's own weights, which need no optimizer states"
 
 
 def read_tag(source: Source) -> Checkpoint:
     """The catalog of a tag. Raises what is wrong where no model states can be read."""
     directory = tag_of(source)
     files = find_files(source.roots, directory.name)
-    reader = _Reader(source, files)
-    reader.read_states()
-    if not reader.states:
-        raise_all(reader.problems or [_no_states(files, str(directory))])
-    held = {rank: reader.read_rank(rank) for rank in sorted(reader.states)}
-    whole = join_model(source, files, reader.states, held, reader.widen_layers, reader.problems)
+    problems: list[UnshardError] = []
+    states = read_first_states(files, problems)
+    if not states:
+        raise_all(problems or [_no_states(files, str(directory))])
+    problems += [] if problems else missing_ranks(states)
+    reader = _Reader(source, files, states, problems)
+    held = {rank: reader.read_rank(rank) for rank in states}
+    reader.close()
+    whole = join_model(source, files, states, held, reader.widen_layers, problems)
     around = look_around([directory, *source.also], _PARENTS)
     by_latest = directory.parent == source.path
     return Checkpoint(
@@ -55,7 +58,7 @@ def read_tag(source: Source) -> Checkpoint:
         weights=reader.taken,
         excluded=reader.excluded,
         notes=(*([Note(f"`{LATEST}` names {directory.name}")] if by_latest else []), *whole.notes, *reader.all_notes()),
-        problems=(*reader.problems, *around.problems),
+        problems=(*problems, *around.problems),
     )
 
 
@@ -63,15 +66,17 @@ def read_tag(source: Source) -> Checkpoint:
 class _Reader:
     """Reads a tag rank by rank.
 
-    states:   by model-parallel rank, the model states of its first data-parallel rank.
+    states:   by model-parallel rank, the model states of its first data-parallel rank; in the order of ranks.
     ranks:    data-parallel ranks over which masters are partitioned; None where there are no partitions.
     taken:    which weights were read; None where the checkpoint keeps them once.
+    bare:     model-parallel ranks without a file of optimizer states, though their masters are partitioned.
+    nameless: whether optimizer states lie there of which nothing tells the parameters' places.
     """
 
     source: Source
     files: TagFiles
-    states: dict[int, ModelStates] = field(default_factory=dict)
-    problems: list[UnshardError] = field(default_factory=list)
+    states: Mapping[int, ModelStates]
+    problems: list[UnshardError]
     notes: list[Note] = field(default_factory=list)
     widened: Widened = field(default_factory=Widened)
     excluded: dict[str, Shape] = field(default_factory=dict)
@@ -79,52 +84,9 @@ class _Reader:
     stage: int = 0
     ranks: int | None = None
     taken: Choice | None = None
+    bare: list[int] = field(default_factory=list)
+    nameless: bool = False
     kinds: Counter[str] = field(default_factory=Counter)
-
-    # -- model states --------------------------------------------------------------------------------------------------
-
-    def read_states(self) -> None:
-        """The first model states of each model-parallel rank, and whether all ranks are there and of one step."""
-        firsts: dict[int, File] = {}
-        for (_, rank), file in sorted(self.files.model.items(), key=lambda item: _order(item[0][0])):
-            firsts.setdefault(rank, file)
-        for rank, file in sorted(firsts.items()):
-            states = self._read(file)
-            if states is not None:
-                self.states[rank] = states
-        if self.states and not self.problems:
-            self.problems += missing_ranks(self.states)
-            self.problems += _one_step(self.states.values())
-
-    def _read(self, file: File) -> ModelStates | None:
-        try:
-            return read_model_states(file)
-        except FormatError as error:
-            self.problems.append(error)
-            return None
-
-    def _all_states(self, rank: int, stage: int, partitions: Partitions | None) -> list[ModelStates]:
-        """The model states of all data-parallel ranks, where they hold pieces of frozen parameters."""
-        states = self.states[rank]
-        if stage != 3 or not states.frozen:
-            return [states]
-        recorded = states.recorded.get("dp_world_size")
-        count = len(partitions.partitions) if partitions else recorded if type(recorded) is int else 1
-        found, missing = [], []
-        for data_rank in range(min(count, 1 << 20)):
-            file = self.files.model.get((data_rank, rank))
-            if file is None:
-                missing.append(states.file.path.name.replace("pp_rank_0_", f"pp_rank_{data_rank}_"))
-            else:
-                one = states if file == states.file else self._read(file)
-                found += [one] if one is not None else []
-        if missing:
-            text = f"pieces of frozen parameters are missing: no {items_in_words(missing)}"
-            self.problems.append(IncompleteError(text, hint="fetch these files, or add their place: --also DIR"))
-        self.problems += _one_step(found)
-        return found if not missing else []
-
-    # -- one rank ------------------------------------------------------------------------------------------------------
 
     def read_rank(self, rank: int) -> Mapping[str, Tensor]:
         """The tensors of one model-parallel rank, in the order of its module."""
@@ -132,7 +94,10 @@ class _Reader:
         partitions = self._partitions(rank)
         stage = partitions.stage if partitions else _configured_stage(states)
         self.stage = max(self.stage, stage)
-        weights = read_weights(states, self._all_states(rank, stage, partitions), rank, self.problems)
+        in_pieces = stage == 3 and states.frozen
+        ranks = len(partitions.partitions) if partitions else None
+        pieces = read_pieces(self.files, states, rank, ranks, self.problems) if in_pieces else [states.pieces]
+        weights = read_weights(states, pieces, rank, self.problems)
         self.excluded |= weights.excluded
         self._add_experts(rank, weights)
         masters = self._masters(states, partitions)
@@ -140,14 +105,13 @@ class _Reader:
         self.kinds.update([tensor.dtype.name for name, tensor in weights.stored.items() if name not in states.buffers])
         self.kinds.update([tensor.dtype.name for tensor in weights.rounded.values()])
         if stage == 3 and not partitions and weights.rounded:
-            self.problems += [] if self.problems else [_no_partitions(self.files, states)]
+            self.problems += [] if self.problems else [_no_partitions(states)]
             return {}
         if self.source.weights == "model" and partitions:
             self.taken = "model"
             masters = {name: _round(tensor, weights) for name, tensor in masters.items()}
             return _ordered(masters | weights.stored, weights.order, shared)
         if not masters:
-            self._note_without_masters(states, partitions)
             return _ordered(weights.stored, weights.order, shared)
         self.taken = "master"
         self.mastered += len(masters)
@@ -159,13 +123,16 @@ class _Reader:
 
     def _partitions(self, rank: int) -> Partitions | None:
         """What the optimizer files of a rank hold; None without any, and where they are not wanted."""
-        files = {
-            data_rank: file for (data_rank, model_rank), file in self.files.optimizer.items() if model_rank == rank
-        }
-        unneeded = self.source.weights == "model" and _configured_stage(self.states[rank]) < 3
-        if not files or unneeded or self.states[rank].groups is None:
-            if files and unneeded:
-                self.taken = "model"
+        states = self.states[rank]
+        files = {place[0]: file for place, file in self.files.optimizer.items() if place[1] == rank}
+        if self.source.weights == "model" and _configured_stage(states) < 3:
+            self.taken = "model" if files or states.groups is not None else None
+            return None
+        if states.groups is None:
+            self.nameless |= bool(files)
+            return None
+        if not files:
+            self.bare.append(rank)
             return None
         found = read_partitions(files, self.problems)
         if found:
@@ -215,12 +182,6 @@ class _Reader:
 
     # -- what is said --------------------------------------------------------------------------------------------------
 
-    def _note_without_masters(self, states: ModelStates, partitions: Partitions | None) -> None:
-        is_low = any(kind in ("BF16", "F16") for kind in self.kinds)
-        if partitions is None and self.taken is None and is_low and states.groups is not None:
-            text = "no optimizer states lie here: the module's low-precision weights are all there is"
-            self.notes.append(Note(text, level="warning"))
-
     def title(self) -> str:
         """For people: "DeepSpeed ZeRO-3, 4 ranks, step 500"."""
         step = self.states[min(self.states)].step
@@ -230,25 +191,41 @@ class _Reader:
         words += [f"step {step:,}"] if step is not None else []
         return ", ".join(words)
 
+    def close(self) -> None:
+        """Say what only all ranks together tell of missing optimizer states."""
+        if self.bare and self.files.optimizer:
+            names = [f"*zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt" for rank in self.bare]
+            self.problems.append(
+                IncompleteError(
+                    f"optimizer states of {len(self.bare)} of {len(self.states)} model-parallel ranks are missing: no "
+                    f"{items_in_words(names)}",
+                    hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
+                )
+            )
+        elif self.bare:
+            self.taken = "model"
+
     def all_notes(self) -> list[Note]:
         low = " and ".join([kind.lower() for kind in sorted(self.kinds) if kind in ("BF16", "F16")])
-        notes = []
-        if self.taken == "master":
+        notes = list(dict.fromkeys(self.notes))
+        if self.nameless:
+            text = "optimizer states lie here, but no `param_shapes` that would tell which parameters they are of"
+            notes.append(Note(f"{text}: the module's {low or 'own'} weights were taken", level="warning"))
+        elif self.taken == "master":
             other = f"; --weights model takes the {low} weights" if low else ""
             text = f"fp32 masters of {count_in_words(self.mastered, 'parameter')} from the optimizer's partitions"
             notes.append(Note(text + other))
-        if self.taken == "model":
+        elif self.bare:
+            text = f"no optimizer states lie here: the module's {low or 'own'} weights were taken"
+            notes.append(Note(text, level="warning" if low else "note"))
+        elif self.taken == "model":
             how = ", rounded from the masters as DeepSpeed does" if self.stage == 3 else ""
             notes.append(Note(f"the module's {low or 'own'} weights{how}, not the optimizer's fp32 masters"))
-        return [*notes, *self.widened.note(), *self.notes]
-
-
-def _order(data_rank: int | None) -> int:
-    return -1 if data_rank is None else data_rank
+        return [*self.widened.note(), *notes]
 
 
 def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
-    return _order(item[0][0]), item[0][1]
+    return -1 if item[0][0] is None else item[0][0], item[0][1]
 
 
 def _ordered(tensors: Mapping[str, Tensor], order: Iterable[str], shared: Mapping[str, str]) -> dict[str, Tensor]:
@@ -274,15 +251,6 @@ def _configured_stage(states: ModelStates) -> int:
     return 3 if "zero_pp_rank" in states.file.path.name else 0
 
 
-def _one_step(states: Iterable[ModelStates]) -> Iterable[UnshardError]:
-    steps: dict[int | None, str] = {}
-    for one in states:
-        steps.setdefault(one.step, str(one.file.name))
-    if len(steps) > 1:
-        told = ", ".join([f"{file} of step {step}" for step, file in steps.items()])
-        yield IncompleteError(f"files of model states are of different saves: {told}", hint="fetch those of one save")
-
-
 def _no_states(files: TagFiles, directory: str) -> UnshardError:
     names = [file.path.name for file in (*files.optimizer.values(), *files.layers.values())]
     return IncompleteError(
@@ -292,7 +260,7 @@ def _no_states(files: TagFiles, directory: str) -> UnshardError:
     )
 
 
-def _no_partitions(files: TagFiles, states: ModelStates) -> UnshardError:
+def _no_partitions(states: ModelStates) -> UnshardError:
     rank = states.file.path.name
     return IncompleteError(
         f"{states.file.name}: at stage 3 it has placeholders of shape [0] instead of parameters, and no optimizer "

@@ -20,6 +20,15 @@ _MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FrozenPieces:
+    """What one data-parallel rank's file of stage 3 has of parameters that are not trained; `step`: `global_steps`."""
+
+    file: File
+    step: int | None
+    frozen: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelStates:
     """What one file of model states says.
 
@@ -50,17 +59,18 @@ class ModelStates:
         config = self.recorded.get("ds_config")
         return config if isinstance(config, Mapping) else {}
 
+    @property
+    def pieces(self) -> FrozenPieces:
+        """What it has of parameters that are not trained."""
+        return FrozenPieces(self.file, self.step, self.frozen)
+
 
 def read_model_states(file: File) -> ModelStates:
     """The content of a file of model states. Raises FormatError where it is none."""
-    root = read_torch_file(file.path, file.name).root
-    if not isinstance(root, Mapping) or not ("module" in root or "param_shapes" in root):
-        raise FormatError(f"{file.name}: holds no model states of DeepSpeed: neither `module` nor `param_shapes`")
+    root = _read_root(file)
     module = root.get("module")
     if not isinstance(module, Mapping) and module is not None:
         raise FormatError(f"{file.name}: its `module` is a {type(module).__name__}, not a state dict")
-    frozen = root.get("frozen_param_fragments") or {}
-    step = root.get("global_steps")
     try:
         return ModelStates(
             file,
@@ -68,13 +78,38 @@ def read_model_states(file: File) -> ModelStates:
             frozenset(_names(root.get("buffer_names"), "buffer_names")),
             _read_groups(root.get("param_shapes")),
             _read_shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
-            dict(_tensors(frozen, "frozen_param_fragments")),
+            _read_frozen(root),
             dict(_pairs(root.get("shared_params"))),
-            step if type(step) is int else None,
+            _read_step(root),
             root,
         )
     except FormatError as error:
         raise FormatError(f"{file.name}: {error.message}", hint=error.hint) from error
+
+
+def read_frozen_pieces(file: File) -> FrozenPieces:
+    """The pieces in a file of model states; all else is forgotten. Raises FormatError where it is no such file."""
+    root = _read_root(file)
+    try:
+        return FrozenPieces(file, _read_step(root), _read_frozen(root))
+    except FormatError as error:
+        raise FormatError(f"{file.name}: {error.message}", hint=error.hint) from error
+
+
+def _read_root(file: File) -> Mapping[str, Any]:
+    root = read_torch_file(file.path, file.name).root
+    if not isinstance(root, Mapping) or not ("module" in root or "param_shapes" in root):
+        raise FormatError(f"{file.name}: holds no model states of DeepSpeed: neither `module` nor `param_shapes`")
+    return root
+
+
+def _read_step(root: Mapping[str, Any]) -> int | None:
+    step = root.get("global_steps")
+    return step if type(step) is int else None
+
+
+def _read_frozen(root: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    return dict(_tensors(root.get("frozen_param_fragments") or {}, "frozen_param_fragments"))
 
 
 def _read_groups(recorded: Any) -> tuple[Mapping[str, Shape], ...] | None:

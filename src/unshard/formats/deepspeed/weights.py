@@ -6,14 +6,14 @@ widened exactly, so that a model has one type; further names of shared parameter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unshard.checkpoint import Note, Shape
 from unshard.dtypes import BF16, F16, F32
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.masters import join_pieces
-from unshard.formats.deepspeed.states import ModelStates
+from unshard.formats.deepspeed.states import FrozenPieces, ModelStates
 from unshard.formats.state_dict import is_tensor, read_whole
 from unshard.formats.torch_file import StoredTensor, UnsupportedTensor
 from unshard.tensors import Tensor
@@ -67,12 +67,12 @@ class Weights:
 
 
 def read_weights(
-    states: ModelStates, pieces: Iterable[ModelStates], rank: int, problems: list[UnshardError]
+    states: ModelStates, pieces: Sequence[FrozenPieces], rank: int, problems: list[UnshardError]
 ) -> Weights:
     """The weights in the model states of one model-parallel rank `rank`.
 
-    pieces: of stage 3, the model states of all data-parallel ranks, which hold the pieces of frozen parameters; none
-    where some of them are missing, which is said elsewhere.
+    pieces: those of frozen parameters on all data-parallel ranks, at stages below 3 on one; none where some of them are
+    missing, which is said elsewhere.
     """
     partitioned = {name: shape for group in states.groups or () for name, shape in group.items()}
     expected = partitioned | dict(states.frozen_shapes)
@@ -99,7 +99,7 @@ def read_weights(
         problems.append(
             FormatError(f"{states.file.name}: entries that cannot be read:\n{items_in_lines(wrong, _LISTED)}")
         )
-    _read_frozen(states, list(pieces), weights, problems)
+    _read_frozen(states, pieces, weights, problems)
     known = weights.stored.keys() | partitioned.keys() | states.shared.keys()
     weights.excluded = {name: shape for name, shape in states.frozen_shapes.items() if name not in known}
     weights.order += [name for name in (*partitioned, *weights.stored) if name not in states.module]
@@ -107,7 +107,7 @@ def read_weights(
 
 
 def _read_frozen(
-    states: ModelStates, pieces: list[ModelStates], weights: Weights, problems: list[UnshardError]
+    states: ModelStates, pieces: Sequence[FrozenPieces], weights: Weights, problems: list[UnshardError]
 ) -> None:
     """The frozen parameters that the module has no values of, from `frozen_param_fragments`."""
     for name, shape in states.frozen_shapes.items():
