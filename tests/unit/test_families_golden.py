@@ -23,8 +23,8 @@ def is_described(case: GoldenCase) -> bool:
 
 
 CASES = [case for case in (*golden_set.committed_cases(), *golden_set.larger_cases()) if is_described(case)]
-OTHER_NAMES = ("lora", "value_head", "wrapped", "local_unknown", "megatron_", "mc_")
-"""Cases whose stored names are not those of the running model."""
+OTHER_NAMES = ("lora", "value_head", "wrapped", "local_unknown", "megatron_", "mc_", "dcp_", "accelerate_", "acc_")
+"""Cases whose stored names are not those of the running model, or not in its order: DCP keeps none."""
 PLAIN = [case for case in CASES if not any(word in case.name for word in OTHER_NAMES)]
 
 
