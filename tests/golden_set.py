@@ -21,15 +21,12 @@ from pathlib import Path
 COMMITTED = Path(__file__).parent / "golden" / "cases"
 VARIABLE = "UNSHARD_GOLDEN"
 
-LATER_FORMATS = {
-    "ds_": "DeepSpeed ZeRO partitions",
-}
-"""Kinds of the larger set, by the start of their names, that no format reads yet: their tests come with it."""
-
 UNIVERSAL_IS_READABLE = False
 """Whether a format reads what DeepSpeed's `ds_to_universal` writes."""
 
-READABLE_KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_", "dcp_", "hfdcp_", "acc_")
+KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_", "dcp_", "hfdcp_", "acc_", "ds_")
+"""Of the larger set, by the start of their names."""
+
 MEGATRON_KINDS = ("megatron_", "deepspeed_megatron_", "mc_")
 """Kinds whose stored names are Megatron's: of the committed set, and of the larger one."""
 
@@ -99,21 +96,15 @@ def _committed(directory: Path) -> GoldenCase:
 
 
 def larger_cases() -> list[GoldenCase]:
-    """The cases of the larger set that can be read; none where there is no larger set."""
+    """The cases of the larger set; none where there is no larger set."""
     root = larger_set()
     if root is None:
         return []
     directories = sorted(path.parent for path in root.glob("cases/*/case.json"))
-    return [case for directory in directories if _is_readable(directory.name) for case in _larger(directory)]
-
-
-def _is_readable(name: str) -> bool:
-    """Whether a format reads the case; a kind that is neither readable nor known to come later must not go unseen."""
-    if name.startswith(READABLE_KINDS):
-        return True
-    if name.startswith(tuple(LATER_FORMATS)):
-        return False
-    raise ValueError(f"{name}: a kind of golden checkpoint that tests/golden_set.py does not know")
+    unknown = [directory.name for directory in directories if not directory.name.startswith(KINDS)]
+    if unknown:
+        raise ValueError(f"kinds of golden checkpoints that tests/golden_set.py does not know: {unknown}")
+    return [case for directory in directories for case in _larger(directory)]
 
 
 def _larger(directory: Path) -> Iterator[GoldenCase]:

@@ -74,12 +74,23 @@ def _check_side_files(case: GoldenCase, run: Run, output: Path) -> set[str]:
     if run.model is None:
         names -= {"config.json", "generation_config.json"}
     for name in names:
-        if name == "config.json" and "--untie-word-embedding" in run.options:
-            untied = json.loads((source / name).read_text()) | {"tie_word_embeddings": False}
-            assert json.loads((output / name).read_text()) == untied
+        config = _expected_config(case, run, source / name) if name == "config.json" else None
+        if config is not None and config != json.loads((source / name).read_text()):
+            assert json.loads((output / name).read_text()) == config
         else:
             assert (output / name).read_bytes() == (source / name).read_bytes(), name
     return names
+
+
+def _expected_config(case: GoldenCase, run: Run, source: Path) -> dict[str, Any]:
+    """The config of the source, with what must differ: whether embeddings are tied, and the precision of the model."""
+    config: dict[str, Any] = json.loads(source.read_text())
+    if "--untie-word-embedding" in run.options:
+        config["tie_word_embeddings"] = False
+    truth = case.directory / (run.model or "").removesuffix("_raw") / "config.json"
+    if "dtype" in config and truth.is_file():
+        config["dtype"] = json.loads(truth.read_text())["dtype"]
+    return config
 
 
 def _check_adapter(found: Path, truth: Path, base: Path) -> None:

@@ -87,21 +87,23 @@ def _merge(case: GoldenCase, run: Run, place: Path) -> tuple[Path, Path]:
     output, truth = place / "output", place / "truth"
     assert main(case.command(run, output)) == 0
     shutil.copytree(output, truth)
-    shutil.copyfile(case.directory / run.model / "model.safetensors", truth / "model.safetensors")
+    (weights,) = (case.directory / run.model).glob("*.safetensors")
+    shutil.copyfile(weights, truth / "model.safetensors")
     return output, truth
 
 
 def _load(directory: Path) -> Any:
     """Load with the class that the config names; every weight must be found, and none be left over.
 
-    A value head beside a language model is TRL's to load, and layers behind the last predict further tokens: both are
-    unexpected to transformers, and must be there.
+    A value head beside a language model is TRL's to load, layers behind the last predict further tokens, and a job may
+    have registered a buffer of its own: all are unexpected to transformers, and must be there.
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = config["architectures"][0]
     kind = getattr(transformers, architecture, getattr(mimo, architecture, transformers.AutoModel))
     model, loading = kind.from_pretrained(directory, output_loading_info=True, dtype="auto", trust_remote_code=True)
-    foreign = ("v_head.summary.", f"model.layers.{config.get('num_hidden_layers')}.")
+    further_layer = f"model.layers.{config.get('num_hidden_layers')}."
+    foreign = ("v_head.summary.", further_layer, "model.scale", "model.my_scale")
     left_over = {name for name in loading["unexpected_keys"] if not name.startswith(foreign)}
     assert (set(loading["missing_keys"]), left_over, set(loading["mismatched_keys"])) == (set(), set(), set())
     # The grouped kernel wants rows of whole 16 bytes, which such small experts do not have.

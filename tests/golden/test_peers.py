@@ -6,6 +6,7 @@ That unshard's output is the truth, for these cases and all others, is shown by 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -45,6 +46,28 @@ def merge_fsdp_weights(case: Path, scratch: Path) -> State:
     return _load(scratch / "merged")
 
 
+def consolidate_safetensors_files(case: Path, scratch: Path) -> State:
+    """Torch's merger of its HuggingFaceStorageWriter's shards."""
+    from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidating
+
+    sharded = case / "ckpt" / "sharded"
+    shards = sharded if sharded.is_dir() else case / "ckpt"
+    (scratch / "consolidated").mkdir()
+    mapping = dict.fromkeys(_load(shards), 1)
+    consolidating.consolidate_safetensors_files(str(shards), str(scratch / "consolidated"), mapping)
+    return _load(scratch / "consolidated")
+
+
+def zero_to_fp32(case: Path, _scratch: Path) -> State:
+    """DeepSpeed's, which it copies into each of its checkpoints."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    converter = pytest.importorskip("deepspeed.utils.zero_to_fp32")
+
+    step = case / "ckpt" / "checkpoint-1"
+    found: State = converter.get_fp32_state_dict_from_zero_checkpoint(str(step if step.is_dir() else case / "ckpt"))
+    return found
+
+
 Peer = Callable[[Path, Path], State]
 
 RIGHT: Mapping[Peer, tuple[str, ...]] = {
@@ -59,6 +82,26 @@ RIGHT: Mapping[Peer, tuple[str, ...]] = {
         "dcp_zstd",
     ),
     merge_fsdp_weights: ("accelerate_fsdp1", "accelerate_fsdp2", "accelerate_fsdp2_bf16_tied", "dcp_flat_tied"),
+    consolidate_safetensors_files: (
+        "hf_shards_w2",
+        "hf_shards_consolidated",
+        "hf_shards_empty",
+        "hf_shards_hsdp",
+        "hf_shards_tp",
+        "hf_shards_two_files",
+    ),
+    zero_to_fp32: (
+        "deepspeed_z1_fp32_w3",
+        "deepspeed_z2_aligned",
+        "deepspeed_z2_fp16_w4",
+        "deepspeed_z2_fp32_groups",
+        "deepspeed_z2_round_robin",
+        "deepspeed_z2_tied",
+        "deepspeed_z2_trainer",
+        "deepspeed_z3_bf16",
+        "deepspeed_z3_fp16_groups_w4",
+        "deepspeed_z3_sub_groups",
+    ),
 }
 
 WRONG: Mapping[Peer, Mapping[str, str]] = {
@@ -71,6 +114,17 @@ WRONG: Mapping[Peer, Mapping[str, str]] = {
         "dcp_app": "ValueError: Key `model` is invalid",
         "dcp_flat_optimizer": "ValueError: Key `optimizer` is invalid",
         "accelerate_fsdp2_ranks": "ValueError: .*couldn't find a valid metadata file",
+    },
+    consolidate_safetensors_files: {
+        "hf_shards_custom_code": "TypeError: torch.finfo",
+        "hf_shards_tp_uneven": r"other shapes: .*\.mlp\.gate_proj\.weight",
+    },
+    zero_to_fp32: {
+        "deepspeed_z0_bf16": "TypeError",
+        "deepspeed_z1_bf16_optimizer": "ValueError: .* is not a zero checkpoint",
+        "deepspeed_z2_excluded": r"missing: model\.embed_tokens\.weight$",
+        "deepspeed_z2_frozen_buffer": r"other dtypes: .*\.self_attn\.k_proj\.weight",
+        "deepspeed_z3_excluded": r"missing: model\.embed_tokens\.weight$",
     },
 }
 """What becomes of cases that the peer refuses, or gets wrong without a word."""

@@ -158,8 +158,8 @@ def _masters_in_turn(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
 def _save_truths(state: State, case: DeepSpeedCase, dtype: str, directory: Path, name: str) -> None:
     """Write `name`/ by `save_pretrained`, and the adapter or the buffers that belong to it."""
     model = _make(case, dtype)
-    if case.model == "custom":  # DeepSpeed casts its buffers as well
-        model.save_pretrained(directory / name)
+    if case.model == "custom":  # its parameters are not cast by `make_model`, nor its buffers by DeepSpeed
+        model.to(DTYPES[dtype]).save_pretrained(directory / name)
         save_file(state, directory / name / "model.safetensors", metadata={"format": "pt"})
         return
     known = model.state_dict()
