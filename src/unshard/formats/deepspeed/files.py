@@ -38,6 +38,8 @@ _MAX_FILES = 1 << 20
 LATEST = "latest"
 """The file in which a directory of tags names its last one."""
 _MAX_LATEST = 4096
+CONVERTER = "zero_to_fp32.py"
+"""The script that DeepSpeed puts beside the directories of tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,17 @@ def tag_of(source: Source) -> Path:
     name = read_latest(source.path)
     if name is None or describe(_names_in(source.path)):
         return source.path
-    if not (source.path / name).is_dir():
-        tags = find_tags(source.path)
-        raise NotACheckpointError(
-            f"{source.path / LATEST} says that {name} is the latest tag, but no such directory is there; there "
-            f"{'is' if len(tags) == 1 else 'are'} {items_in_words([tag.name for tag in tags])}",
-            hint="name a tag that is there: " + command_line("unshard", "inspect", tags[-1]),
-        )
-    return source.path / name
+    tags = find_tags(source.path)
+    if source.path / name in tags:
+        return source.path / name
+    there = items_in_words([tag.name for tag in tags])
+    raise NotACheckpointError(
+        f"{source.path / LATEST} says that {name} is the latest tag, but no such directory of a checkpoint is there"
+        + (f"; there {'is' if len(tags) == 1 else 'are'} {there}" if tags else ""),
+        hint="name a tag that is there: " + command_line("unshard", "inspect", tags[-1])
+        if tags
+        else "fetch the whole directory; " + command_line("ls", source.path),
+    )
 
 
 def read_latest(directory: Path) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unshard.checkpoint import Checkpoint
 from unshard.formats.contract import Source
-from unshard.formats.deepspeed.files import LATEST, describe, find_tags, is_of_tag, read_latest
+from unshard.formats.deepspeed.files import CONVERTER, LATEST, describe, find_tags, is_of_tag, read_latest
 
 _MAX_LOOKED_AT = 1 << 16
 
@@ -33,7 +33,8 @@ class DeepSpeed:
             return describe(names) or None
         tags = {place.name: place for place in find_tags(path)}
         if tag not in tags:
-            return f"a directory of DeepSpeed checkpoints without the latest, {tag}" if tags else None
+            is_run = tags or CONVERTER in names
+            return f"a directory of DeepSpeed checkpoints without the latest, {tag}" if is_run else None
         return describe([entry.name for entry in islice(os.scandir(tags[tag]), _MAX_LOOKED_AT)])
 
     def read(self, source: Source) -> Checkpoint:

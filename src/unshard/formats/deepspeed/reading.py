@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unshard.checkpoint import Checkpoint, Note, Shape
@@ -21,8 +21,9 @@ from unshard.formats.deepspeed.weights import Weights, Widened, read_weights, sa
 from unshard.formats.surroundings import look_around
 from unshard.options import Weights as Choice
 from unshard.tensors import Tensor
-from unshard.words import count_in_words, items_in_words
+from unshard.words import count_in_words, items_in_lines, items_in_words
 
+_LISTED = 20
 _PARENTS = 2
 """How far above a tag a config may lie: Trainer's `checkpoint-N`, accelerate's `pytorch_model` in a directory."""
 
@@ -90,14 +91,14 @@ class _Reader:
 
     def read_rank(self, rank: int) -> Mapping[str, Tensor]:
         """The tensors of one model-parallel rank, in the order of its module."""
-        states = self.states[rank]
-        partitions = self._partitions(rank)
+        before = len(self.problems)
+        states, partitions = self.states[rank], self._partitions(rank)
         stage = partitions.stage if partitions else _configured_stage(states)
         self.stage = max(self.stage, stage)
         in_pieces = stage == 3 and states.frozen
         ranks = len(partitions.partitions) if partitions else None
         pieces = read_pieces(self.files, states, rank, ranks, self.problems) if in_pieces else [states.pieces]
-        weights = read_weights(states, pieces, rank, self.problems)
+        weights = read_weights(states, pieces, rank, stage, self.problems)
         self.excluded |= weights.excluded
         self._add_experts(rank, weights)
         masters = self._masters(states, partitions)
@@ -107,19 +108,28 @@ class _Reader:
         if stage == 3 and not partitions and weights.rounded:
             self.problems += [] if self.problems else [_no_partitions(states)]
             return {}
-        if self.source.weights == "model" and partitions:
-            self.taken = "model"
-            masters = {name: _round(tensor, weights) for name, tensor in masters.items()}
-            return _ordered(masters | weights.stored, weights.order, shared)
+        tensors = _ordered(self._choose(states, weights, masters, shared), weights.order, shared)
+        lost = [name for name in weights.rounded if name not in tensors]
+        if lost and len(self.problems) == before:
+            self.problems.append(_no_values(states, lost))
+        return tensors
+
+    def _choose(
+        self, states: ModelStates, weights: Weights, masters: Mapping[str, Tensor], shared: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Masters and what stands beside them, or the module's own weights."""
         if not masters:
-            return _ordered(weights.stored, weights.order, shared)
+            return weights.stored
+        if self.source.weights == "model":
+            self.taken = "model"
+            return {name: _round(tensor, weights) for name, tensor in masters.items()} | weights.stored
         self.taken = "master"
         self.mastered += len(masters)
-        stored = {name: tensor for name, tensor in weights.stored.items() if name not in masters and name not in shared}
-        beside = self.widened.widen(stored, (), states.buffers)
         if self.files.experts:
             self.problems += check_masters(filter(is_expert, masters), weights.stored)
-        return _ordered(beside | masters, weights.order, shared)
+        having = {*masters, *[name for name, other in shared.items() if other in masters]}
+        stored = {name: tensor for name, tensor in weights.stored.items() if name not in having}
+        return self.widened.widen(stored, (), states.buffers) | dict(masters)
 
     def _partitions(self, rank: int) -> Partitions | None:
         """What the optimizer files of a rank hold; None without any, and where they are not wanted."""
@@ -257,6 +267,14 @@ def _no_states(files: TagFiles, directory: str) -> UnshardError:
         f"{directory}: names and shapes of parameters lie in files of model states, of which none is here; there are "
         f"{items_in_words(names, 3)}",
         hint=f"fetch `*mp_rank_*_model_states.pt` too: {command_line('ls', directory)}",
+    )
+
+
+def _no_values(states: ModelStates, names: Sequence[str]) -> UnshardError:
+    return IncompleteError(
+        f"{states.file.name}: has placeholders of shape [0] for these, and neither masters nor pieces of them lie "
+        f"anywhere:\n{items_in_lines(names, _LISTED)}",
+        hint="the files of data-parallel rank 0 tell which parameters have two names; are they all here?",
     )
 
 

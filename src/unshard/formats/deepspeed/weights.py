@@ -67,9 +67,9 @@ class Weights:
 
 
 def read_weights(
-    states: ModelStates, pieces: Sequence[FrozenPieces], rank: int, problems: list[UnshardError]
+    states: ModelStates, pieces: Sequence[FrozenPieces], rank: int, stage: int, problems: list[UnshardError]
 ) -> Weights:
-    """The weights in the model states of one model-parallel rank `rank`.
+    """The weights in the model states of one model-parallel rank `rank`, trained with ZeRO's `stage`.
 
     pieces: those of frozen parameters on all data-parallel ranks, at stages below 3 on one; none where some of them are
     missing, which is said elsewhere.
@@ -86,7 +86,8 @@ def read_weights(
                 wrong.append(f"{name}: this tensor {reason}")
             continue
         shape = expected.get(name, value.shape)
-        if value.shape == (0,) and shape != (0,):
+        is_placeholder = name in expected or (stage == 3 and name not in states.buffers)
+        if value.shape == (0,) and is_placeholder and expected.get(name) != (0,):
             weights.rounded[name] = value
         elif value.shape != shape and name in partitioned:
             wrong.append(f"{name}: {list(value.shape)} in the module, {list(shape)} in `param_shapes`")
@@ -101,7 +102,8 @@ def read_weights(
         )
     _read_frozen(states, pieces, weights, problems)
     known = weights.stored.keys() | partitioned.keys() | states.shared.keys()
-    weights.excluded = {name: shape for name, shape in states.frozen_shapes.items() if name not in known}
+    if pieces:
+        weights.excluded = {name: shape for name, shape in states.frozen_shapes.items() if name not in known}
     weights.order += [name for name in (*partitioned, *weights.stored) if name not in states.module]
     return weights
 
