@@ -135,6 +135,12 @@ class TestAnyLevel:
             ("accelerate_fsdp2", "checkpoint-1"),
             ("accelerate_fsdp2", "checkpoint-1/pytorch_model_fsdp_0"),
             ("accelerate_fsdp2_run", "checkpoint-1/pytorch_model_fsdp_0"),
+            ("hf_shards_consolidated", "."),
+            ("hf_shards_consolidated", "sharded"),
+            ("deepspeed_z2_trainer", "."),
+            ("deepspeed_z2_trainer", "checkpoint-1"),
+            ("deepspeed_z2_trainer", "checkpoint-1/global_step1"),
+            ("deepspeed_z3_bf16", "global_step1"),
         ],
     )
     def test_the_same_model(self, name: str, below: str, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ RIGHT: Mapping[Peer, tuple[str, ...]] = {
         "hf_shards_hsdp",
         "hf_shards_tp",
         "hf_shards_two_files",
+        "hf_shards_whole",
     ),
     zero_to_fp32: (
         "deepspeed_z1_fp32_w3",
@@ -120,6 +121,9 @@ WRONG: Mapping[Peer, Mapping[str, str]] = {
         "hf_shards_tp_uneven": r"other shapes: .*\.mlp\.gate_proj\.weight",
     },
     zero_to_fp32: {
+        "deepspeed_autotp_tp2": "ValueError: Expected 1 of .* but found 2 files",
+        "deepspeed_moe_ep2_w4": "ValueError: .*expert_0.* is not a model state checkpoint",
+        "deepspeed_pipeline_pp2": "AttributeError",
         "deepspeed_z0_bf16": "TypeError",
         "deepspeed_z1_bf16_optimizer": "ValueError: .* is not a zero checkpoint",
         "deepspeed_z2_excluded": r"missing: model\.embed_tokens\.weight$",
