@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 import dcp_bytes as db
 from assembled import gather
+from gloo import run_ranks
 from unshard.formats.dcp.container import Container, read_container
 from unshard.formats.dcp.objects import read_item
 from unshard.formats.dcp.uneven import Written, settle
@@ -136,20 +135,6 @@ def test_extensions_of_users_are_refused_by_name(tmp_path: Path) -> None:
 
 
 # Several ranks -------------------------------------------------------------------------------------------------------
-
-
-def run_ranks(world: int, save: Callable[[int], None], directory: Path) -> None:
-    """Run `save` in as many processes, which talk to each other."""
-
-    def child(rank: int) -> None:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        torch.set_num_threads(1)
-        store = torch.distributed.FileStore(str(directory / "store"), world)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        save(rank)
-        torch.distributed.destroy_process_group()
-
-    torch.multiprocessing.start_processes(lambda rank: child(rank), nprocs=world, start_method="fork")
 
 
 def test_what_several_ranks_save(tmp_path: Path) -> None:
