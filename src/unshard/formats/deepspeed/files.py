@@ -37,7 +37,7 @@ _MAX_FILES = 1 << 20
 
 LATEST = "latest"
 """The file in which a directory of tags names its last one."""
-_MAX_LATEST = 4096
+_MAX_TRACKER = 4096
 CONVERTER = "zero_to_fp32.py"
 """The script that DeepSpeed puts beside the directories of tags."""
 
@@ -104,19 +104,19 @@ def find_files(roots: Mapping[str, Path], tag: str) -> TagFiles:
     return found
 
 
-def tag_of(source: Source) -> Path:
-    """The directory of the tag that a source is, that its file lies in, or that its `latest` names.
+def find_tag(source: Source) -> tuple[Path, bool]:
+    """The directory of a tag, and whether it is the one that `latest` names; else it is the source, or has its file.
 
-    Raises NotACheckpointError where `latest` names a tag that is not there.
+    Raises NotACheckpointError where the tag that is named is not there.
     """
     if not source.path.is_dir():
-        return source.path.absolute().parent
+        return source.path.absolute().parent, False
     name = read_latest(source.path)
     if name is None or describe(_names_in(source.path)):
-        return source.path
+        return source.path, False
     tags = find_tags(source.path)
     if source.path / name in tags:
-        return source.path / name
+        return source.path / name, True
     there = items_in_words([tag.name for tag in tags])
     raise NotACheckpointError(
         f"{source.path / LATEST} says that {name} is the latest tag, but no such directory of a checkpoint is there"
@@ -127,11 +127,11 @@ def tag_of(source: Source) -> Path:
     )
 
 
-def read_latest(directory: Path) -> str | None:
-    """The tag that the file `latest` names, or None where it names none."""
+def read_latest(directory: Path, tracker: str = LATEST) -> str | None:
+    """The tag that the file `tracker` names, or None where it names none."""
     try:
-        with (directory / LATEST).open("rb") as file:
-            text = file.read(_MAX_LATEST).decode().strip()
+        with (directory / tracker).open("rb") as file:
+            text = file.read(_MAX_TRACKER).decode().strip()
     except (OSError, ValueError):
         return None
     return text if is_plain_file_name(text) else None

@@ -60,6 +60,15 @@ class ModelStates:
         return config if isinstance(config, Mapping) else {}
 
     @property
+    def stage(self) -> int:
+        """The stage of ZeRO that was configured; where that is not recorded, as the file's name tells."""
+        zero = self.config.get("zero_optimization")
+        stage = zero.get("stage") if isinstance(zero, Mapping) else None
+        if type(stage) is int:
+            return stage
+        return 3 if self.file.path.name.startswith("zero_pp_rank") else 0
+
+    @property
     def pieces(self) -> FrozenPieces:
         """What it has of parameters that are not trained."""
         return FrozenPieces(self.file, self.step, self.frozen)

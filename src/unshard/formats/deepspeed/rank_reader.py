@@ -1,0 +1,167 @@
+"""One model-parallel rank of a DeepSpeed checkpoint: its masters, and what stands beside them, under stored names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unshard.checkpoint import Note
+from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.deepspeed.account import Account
+from unshard.formats.deepspeed.experts import check_files, check_masters, is_expert, merge_files
+from unshard.formats.deepspeed.files import File, TagFiles
+from unshard.formats.deepspeed.gathering import read_pieces
+from unshard.formats.deepspeed.masters import join_partitions
+from unshard.formats.deepspeed.partitions import Partitions, read_partitions
+from unshard.formats.deepspeed.states import ModelStates
+from unshard.formats.deepspeed.stored import read_state
+from unshard.formats.deepspeed.weights import Weights, read_weights, same_parameters
+from unshard.options import Weights as Choice
+from unshard.tensors import Tensor
+from unshard.words import items_in_lines
+
+_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RankReader:
+    """Reads the model-parallel ranks of a tag, one at a time; what is found and what is wrong goes to `account`.
+
+    wanted: the weights that are asked for, where there are two.
+    """
+
+    files: TagFiles
+    wanted: Choice
+    account: Account
+
+    def read(self, rank: int, states: ModelStates) -> dict[str, Tensor]:
+        """The tensors of a rank, in the order of its module. states: those of its first data-parallel rank."""
+        account = self.account
+        before = len(account.problems)
+        partitions = self._partitions(rank, states)
+        stage = partitions.stage if partitions else states.stage
+        account.stage = max(account.stage, stage)
+        masters = self._masters(states, partitions)
+        in_pieces = stage == 3 and states.frozen
+        ranks = len(partitions.partitions) if partitions else None
+        pieces = read_pieces(self.files, states, rank, ranks, account.problems) if in_pieces else [states.pieces]
+        weights = read_weights(states, pieces, rank, stage, account.problems)
+        account.excluded |= weights.excluded
+        self._add_experts(rank, states, weights)
+        account.kinds.update([one.dtype.name for name, one in weights.stored.items() if name not in states.buffers])
+        account.kinds.update([placeholder.dtype.name for placeholder in weights.rounded.values()])
+        shared = same_parameters(states)
+        tensors = _ordered(self._choose(states, weights, masters, shared), weights.order, shared)
+        lost = [name for name in weights.rounded if name not in tensors]
+        if lost and len(account.problems) == before:
+            account.problems.append(_no_values(states, lost) if masters else _no_masters(states))
+        return tensors
+
+    def _partitions(self, rank: int, states: ModelStates) -> Partitions | None:
+        """What the optimizer files of a rank hold; None without any, and where they are not wanted."""
+        files = {place[0]: file for place, file in self.files.optimizer.items() if place[1] == rank}
+        if self.wanted == "model" and states.stage < 3:
+            self.account.taken = "model" if files or states.groups is not None else None
+            return None
+        if states.groups is None:
+            self.account.nameless |= bool(files)
+            return None
+        if not files:
+            self.account.bare.append(rank)
+            return None
+        found = read_partitions(files, self.account.problems)
+        if found:
+            self.account.ranks = len(found.partitions)
+            self.account.notes += found.notes
+        return found
+
+    def _masters(self, states: ModelStates, partitions: Partitions | None) -> dict[str, Tensor]:
+        if partitions is None or states.groups is None:
+            return {}
+        try:
+            masters = join_partitions(partitions.partitions, states.groups, states.config)
+        except UnshardError as error:
+            self.account.problems.append(error)
+            return {}
+        self._compare_steps(states, partitions)
+        return masters
+
+    def _compare_steps(self, states: ModelStates, partitions: Partitions) -> None:
+        step, skipped = partitions.partitions[0].step, states.recorded.get("skipped_steps")
+        if step is None or states.step is None or type(skipped) is not int:
+            return
+        if step != states.step - skipped:
+            text = f"the model states are of step {states.step:,}, and the optimizer counts {step:,.0f} steps"
+            self.account.notes.append(
+                Note(f"{text}: after a restart that may be so; else files of two saves are mixed", (), "warning")
+            )
+
+    def _add_experts(self, rank: int, states: ModelStates, weights: Weights) -> None:
+        files = {place[:2]: file for place, file in self.files.experts.items() if place[2] == rank}
+        recorded = states.recorded.get("num_experts")
+        if not files and not recorded:
+            return
+        problems = self.account.problems
+        try:
+            problems += check_files(list(files), recorded, rank)
+        except FormatError as error:
+            problems.append(error)
+        contents = [read_state(file, rank, problems) for _, file in sorted(files.items(), key=_expert_order)]
+        experts, contradictions = merge_files(contents)
+        problems += contradictions
+        weights.stored |= experts
+        weights.order += experts
+
+    def _choose(
+        self, states: ModelStates, weights: Weights, masters: Mapping[str, Tensor], shared: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Masters and what stands beside them, or the module's own weights."""
+        account = self.account
+        if not masters:
+            return weights.stored
+        if self.wanted == "model":
+            account.taken = "model"
+            return {name: _round(tensor, weights) for name, tensor in masters.items()} | weights.stored
+        account.taken = "master"
+        account.mastered += len(masters)
+        if self.files.experts:
+            account.problems += check_masters(filter(is_expert, masters), weights.stored)
+        having = {*masters, *[name for name, other in shared.items() if other in masters]}
+        stored = {name: tensor for name, tensor in weights.stored.items() if name not in having}
+        return account.widened.widen(stored, (), states.buffers) | dict(masters)
+
+
+def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
+    return -1 if item[0][0] is None else item[0][0], item[0][1]
+
+
+def _ordered(tensors: Mapping[str, Tensor], order: Iterable[str], shared: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors in that order, then the others; further names of shared parameters get the tensor of the other."""
+    whole = dict(tensors)
+    for name, other in shared.items():
+        if name not in whole and other in whole:
+            whole[name] = whole[other].rename(name)
+    names = dict.fromkeys([*order, *whole])
+    return {name: whole[name] for name in names if name in whole}
+
+
+def _round(tensor: Tensor, weights: Weights) -> Tensor:
+    placeholder = weights.rounded.get(tensor.name)
+    return tensor if placeholder is None else tensor.cast(placeholder.dtype)
+
+
+def _no_values(states: ModelStates, names: Sequence[str]) -> UnshardError:
+    return IncompleteError(
+        f"{states.file.name}: has placeholders of shape [0] for these, and neither masters nor pieces of them lie "
+        f"anywhere:\n{items_in_lines(names, _LISTED)}",
+        hint="the model states of data-parallel rank 0 tell which parameters have two names: are they here?",
+    )
+
+
+def _no_masters(states: ModelStates) -> UnshardError:
+    wanted = states.file.path.name.replace("_model_states", "_optim_states").replace("zero_pp_rank_0_", "*_rank_*_")
+    return IncompleteError(
+        f"{states.file.name}: at stage 3 it has placeholders of shape [0] instead of parameters, and no optimizer "
+        "states lie beside it, which hold the values",
+        hint=f"fetch `{wanted}` too",
+    )
