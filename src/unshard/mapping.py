@@ -22,6 +22,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from unshard.checkpoint import Dialect
 from unshard.errors import FormatError, UnshardError, UsageError, command_line, raise_all
 from unshard.families import FAMILIES
 from unshard.families.rules import Rule, pattern_of
@@ -49,15 +50,18 @@ class UserMap:
     axes: Mapping[str, int | None] = field(default_factory=dict)
 
 
-def read_map(path: Path) -> UserMap:
-    """The rules in a TOML file. Raises UsageError where there is no such file, and all that is wrong in it, at once."""
+def read_map(path: Path, dialect: Dialect = "megatron") -> UserMap:
+    """The rules in a TOML file. Raises UsageError where there is no such file, and all that is wrong in it, at once.
+
+    dialect: whose names the family's rules start from.
+    """
     if not path.is_file():
         raise UsageError(f"`--map {path}`: no such file", hint=command_line("ls", path.parent))
     try:
         content = tomllib.loads(read_small_file(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: malformed TOML: {error}", hint=_MEND) from None
-    reader = _Reader(path)
+    reader = _Reader(path, dialect)
     found = reader.read(content)
     raise_all(reader.problems)
     return found
@@ -72,6 +76,7 @@ class _Reader:
     """One reading of a file; what is wrong with it is gathered on the way."""
 
     path: Path
+    dialect: Dialect
     problems: list[UnshardError] = field(default_factory=list)
 
     def read(self, content: Mapping[str, Any]) -> UserMap:
@@ -83,7 +88,7 @@ class _Reader:
             if (rule := self._attempt(f"rule {number}", _read_rule, table)) is not None
         ]
         axes = self._attempt("[axes]", _read_axes, content.get("axes", {})) or {}
-        family = self._attempt("`family`", _read_family, content.get("family")) or ()
+        family = self._attempt("`family`", _read_family, content.get("family"), self.dialect) or ()
         return UserMap((*rules, *family), axes)
 
     def _attempt(self, where: str, read: Callable[..., Any], *arguments: object) -> Any:
@@ -167,13 +172,14 @@ def _read_axes(table: object) -> dict[str, int | None]:
     return axes
 
 
-def _read_family(name: object) -> tuple[Rule, ...]:
+def _read_family(name: object, dialect: Dialect) -> tuple[Rule, ...]:
     if name is None:
         return ()
-    known = sorted([family.model_type for family in FAMILIES.values() if family.megatron])
+    tables = {family.model_type: family.table(dialect) for family in FAMILIES.values()}
+    known = sorted([model_type for model_type, table in tables.items() if table])
     if name not in known:
         raise _FaultError(f"{name!r} is none of {', '.join(known)}")
-    return FAMILIES[str(name)].megatron
+    return tables[str(name)]
 
 
 def _is_list_of(value: object, kind: type) -> bool:

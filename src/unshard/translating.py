@@ -30,7 +30,7 @@ def translate(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
     if checkpoint.config is None:
         checkpoint = derive_config(checkpoint, options)
     assert checkpoint.config is not None
-    rules = read_map(options.map).rules if options.map else ()
+    rules = read_map(options.map, checkpoint.dialect).rules if options.map else ()
     translation = families.translate(checkpoint, _add_heads(checkpoint.config, options), rules)
     raise_all(translation.problems)
     notes = (*checkpoint.notes, *translation.notes)
@@ -46,8 +46,14 @@ def _add_heads(config: Mapping[str, Any], options: MergeOptions) -> Mapping[str,
 def derive_config(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
     """The checkpoint with a config.json made of what training recorded, or the user said in its stead.
 
-    Raises ModelError where that does not do.
+    Raises ModelError where that does not do: torchtitan records nothing that would.
     """
+    if checkpoint.dialect == "torchtitan":
+        raise ModelError(
+            "there is no config.json, and torchtitan records nothing of the architecture: neither names nor the order "
+            "of rows can be known",
+            hint="give the model's own with --config DIR, or write torchtitan's names with --weights-only",
+        )
     derived = families.derive_config({**told_facts(options), **checkpoint.facts}, checkpoint.tensors)
     if derived.config is None:
         raise ModelError(

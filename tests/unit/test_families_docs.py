@@ -79,3 +79,11 @@ def test_the_example_of_the_guide_comes_from_megatron(
     dims = {"q_layernorm.weight": 0, "k_layernorm.weight": 0}
     to_megatron = code_with("def to_megatron(")["to_megatron"]
     merge_and_compare(random_model(config), to_megatron, tmp_path, dims=dims, **layout)
+
+
+def test_the_families_that_come_from_torchtitan_are_named() -> None:
+    text = (DOCS / "reference" / "families.md").read_text()
+    (listed,) = re.findall(r"^From \[torchtitan's own names\]\(.*?\): (.*?)\.\n", text, re.DOTALL | re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(
+        [name for name, family in FAMILIES.items() if family.torchtitan]
+    )

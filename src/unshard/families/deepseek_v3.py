@@ -7,6 +7,7 @@ from unshard.families.blocks import decoder
 from unshard.families.megatron import blocks as megatron
 from unshard.families.sizes import Default
 from unshard.families.template import Block, Contents, Extra, Family, SparseTail, linear, parameter
+from unshard.families.torchtitan import blocks as torchtitan
 from unshard.families.transformers5 import PER_EXPERT
 
 FP32 = (".mlp.gate.e_score_correction_bias", ".mlp.gate.weight")
@@ -65,5 +66,6 @@ FAMILY = Family(
     extras=extras(deepseek_v2.LAYER),
     fp32=FP32,
     megatron=(*megatron.LATENT_MOE, *megatron.MTP),
+    torchtitan=torchtitan.DEEPSEEK,
     mtp_follows=True,
 )

@@ -10,4 +10,5 @@ FAMILY = replace(
     prefix="Glm4MoeLite",
     heads=("ForCausalLM",),
     defaults={**deepseek_v3.DEFAULTS, "q_lora_rank": 768, "first_k_dense_replace": 1},
+    torchtitan=(),
 )

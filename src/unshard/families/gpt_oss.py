@@ -8,11 +8,27 @@ from unshard.families.megatron.blocks import HUB_LAYER, LAYER
 from unshard.families.rules import Rule, rename
 from unshard.families.steps import Permute, Transpose
 from unshard.families.template import Block, Family, Flag, linear, parameter
+from unshard.families.torchtitan import blocks as torchtitan
 
 _ALTERNATE = Permute(("2", "?"), (1, 0), axis=1)
 """Gates first, then ups, become gate, up, gate, up."""
 
 _EXPERTS, _HUB_EXPERTS = f"{LAYER}.mlp.experts", f"{HUB_LAYER}.mlp.experts"
+
+_TITAN_EXPERTS = tuple(
+    [
+        Rule(name, (f"{_HUB_EXPERTS}.{to}",), steps)
+        for latest, earlier, to, steps in (
+            ("mlp1_weight_EGD", "mlp1_weight", "gate_up_proj", (Transpose(),)),
+            ("mlp1_bias_EG", "mlp1_bias", "gate_up_proj_bias", ()),
+            ("mlp2_weight_EDF", "mlp2_weight", "down_proj", (Transpose(),)),
+            ("mlp2_bias_ED", "mlp2_bias", "down_proj_bias", ()),
+        )
+        for name in torchtitan.expert_names(latest, earlier)
+    ]
+)
+"""torchtitan's matrices lie as [out, in], their gates and ups alternate as they do in the file
+(`models/gpt_oss/moe.py`)."""
 
 FAMILY = Family(
     model_type="gpt_oss",
@@ -43,5 +59,13 @@ FAMILY = Family(
         Rule(f"{_EXPERTS}.linear_fc1.bias", (f"{_HUB_EXPERTS}.gate_up_proj_bias",), (_ALTERNATE,)),
         Rule(f"{_EXPERTS}.linear_fc2.weight", (f"{_HUB_EXPERTS}.down_proj",), (Transpose(),)),
         rename(f"{_EXPERTS}.linear_fc2.bias", f"{_HUB_EXPERTS}.down_proj_bias"),
+    ),
+    torchtitan=(
+        *torchtitan.embeddings(),
+        *torchtitan.norms(),
+        *torchtitan.attention(),
+        rename(f"{torchtitan.LAYER}.attention.sinks", f"{HUB_LAYER}.self_attn.sinks"),
+        *megatron.linear(f"{torchtitan.LAYER}.moe.router.gate", f"{HUB_LAYER}.mlp.router"),
+        *_TITAN_EXPERTS,
     ),
 )

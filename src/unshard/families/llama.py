@@ -3,6 +3,7 @@
 from unshard.families.blocks import NORMS, attention, decoder, gated_mlp
 from unshard.families.megatron.blocks import DENSE
 from unshard.families.template import Block, Family, Flag
+from unshard.families.torchtitan.blocks import LLAMA
 
 FAMILY = Family(
     model_type="llama",
@@ -13,4 +14,5 @@ FAMILY = Family(
         *NORMS,
     ),
     megatron=DENSE,
+    torchtitan=LLAMA,
 )

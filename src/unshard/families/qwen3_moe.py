@@ -4,6 +4,7 @@ from unshard.families import qwen2_moe, qwen3
 from unshard.families.blocks import NORMS, decoder
 from unshard.families.megatron import blocks as megatron
 from unshard.families.template import Block, Family, PackedExperts, SparseLayer
+from unshard.families.torchtitan import blocks as torchtitan
 from unshard.families.transformers5 import QWEN_MOE
 
 _ROUTER_FIRST = Block("", qwen2_moe.ROUTER, when=PackedExperts(False))
@@ -21,4 +22,5 @@ FAMILY = Family(
     rules=QWEN_MOE,
     defaults=qwen2_moe.DEFAULTS,
     megatron=megatron.GROUPED_MOE,
+    torchtitan=torchtitan.QWEN_MOE,
 )

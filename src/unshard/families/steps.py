@@ -144,6 +144,19 @@ class Transpose(_OnEach):
 
 
 @dataclass(frozen=True, slots=True)
+class Squeeze(_OnEach):
+    """The first axis, of length one, left out: a stack of one expert."""
+
+    def change(self, piece: Value, _sizes: Sizes) -> Tensor:
+        if piece.shape[:1] != (1,):
+            raise ValueError(f"{piece.name} has shape {list(piece.shape)}, whose first axis is not of length 1")
+        return _stored(piece).reshape(piece.shape[1:])
+
+    def restore(self, piece: Value, _sizes: Sizes) -> Tensor:
+        return _stored(piece).reshape((1, *piece.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class Ungroup(_OnEach):
     """Rows of groups of sections become the sections, each with all its groups: what `Sections` parts, in one tensor.
 
@@ -295,6 +308,7 @@ STEPS: Mapping[str, type[Step]] = {
     "divide": Divide,
     "sections": Sections,
     "transpose": Transpose,
+    "squeeze": Squeeze,
     "ungroup": Ungroup,
     "group": Group,
     "permute": Permute,

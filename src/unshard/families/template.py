@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from unshard.checkpoint import Shape
+from unshard.checkpoint import Dialect, Shape
 from unshard.errors import ModelError
 from unshard.families.rules import Rule
 from unshard.families.sizes import Default, Sizes
@@ -210,6 +210,7 @@ class Family:
                 `_keep_in_fp32_modules_strict`).
     megatron:   from the names of Megatron, as `formats.megatron` gives them and with the aliases of
                 `families.megatron` resolved, to those of the file. None: nobody has written them down.
+    torchtitan: the same from the names of torchtitan's models, as they are stored.
     mtp_follows: MTP layers are layers `num_hidden_layers`, … of the decoder in the file.
     """
 
@@ -222,7 +223,12 @@ class Family:
     extras: tuple[Extra, ...] = ()
     fp32: tuple[str, ...] = ()
     megatron: tuple[Rule, ...] = ()
+    torchtitan: tuple[Rule, ...] = ()
     mtp_follows: bool = False
+
+    def table(self, dialect: Dialect) -> tuple[Rule, ...]:
+        """The rules that lead from a dialect's names to those of the file."""
+        return {"huggingface": (), "megatron": self.megatron, "torchtitan": self.torchtitan}[dialect]
 
     def all_defaults(self) -> Mapping[str, Default]:
         return {**COMMON_DEFAULTS, **self.defaults}

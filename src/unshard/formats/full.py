@@ -1,5 +1,7 @@
 """A state dict in one torch file: `model.pt`, accelerate's `pytorch_model_fsdp.bin`, any file that is named.
 
+Also a whole model of Meta's Llama (`consolidated.00.pth`), whose names and layouts torchtitan has.
+
 `pytorch_model.bin`, whole or with an index, is a Hugging Face directory's and is read by `formats.huggingface`.
 """
 
@@ -10,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from unshard.checkpoint import Checkpoint
+from unshard.checkpoint import Checkpoint, Dialect
 from unshard.errors import NotACheckpointError, command_line
 from unshard.formats.contract import Source
+from unshard.formats.dcp.titan_names import is_torchtitan
 from unshard.formats.fsdp.layouts import RankFiles
 from unshard.formats.fsdp.ranks import RankFile, RankSet
 from unshard.formats.fsdp.reading import read_ranks
@@ -46,7 +49,8 @@ class FullStateDict:
         group = RankFiles(path.name, "file", ranks={0: path})
         file = RankFile(path, SourceFile("source", path.name))
         checkpoint = read_ranks(source, RankSet(group, {0: file}, [path.parent]), {}, self.name)
-        return replace(checkpoint, title=f"{path.name}: {checkpoint.title}")
+        dialect: Dialect = "torchtitan" if is_torchtitan(checkpoint.tensors) else "huggingface"
+        return replace(checkpoint, title=f"{path.name}: {checkpoint.title}", dialect=dialect)
 
 
 def _usual_files(directory: Path) -> list[Path]:

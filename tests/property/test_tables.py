@@ -1,4 +1,4 @@
-"""Megatron's rules with values: each step is numpy's, and every family's table read backwards is its inverse."""
+"""Rules with values: each step is numpy's, and every table of a family read backwards is its inverse."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import Array, Disk, cut_randomly, shard
+from unshard.checkpoint import Dialect
 from unshard.dtypes import F32
 from unshard.families import FAMILIES
 from unshard.families.architecture import Architecture, read_architecture
@@ -27,6 +28,7 @@ from unshard.families.steps import (
     OnPart,
     Permute,
     Sections,
+    Squeeze,
     Step,
     SwapHalves,
     Transpose,
@@ -107,7 +109,7 @@ CASES: dict[str, tuple[tuple[Step, ...], int, Forward]] = {
 
 def test_every_step_has_a_case() -> None:
     used = {type(step) for steps, _, _ in CASES.values() for step in steps}
-    assert used == set(STEPS.values())
+    assert used | {Squeeze} == set(STEPS.values())
 
 
 @settings(max_examples=15, deadline=None)
@@ -128,6 +130,24 @@ def test_a_step_does_what_numpy_does_and_back(name: str, data: Any) -> None:
     for key, right in zip(sorted(pieces), wanted, strict=True):
         assert np.array_equal(disk.assemble(stored(pieces[key])), right)
     assert np.array_equal(disk.assemble(stored(rule.join(pieces, sizes))), array)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_a_stack_of_one_is_what_it_holds(data: Any) -> None:
+    draw, disk, sizes = drawer(data), Disk(), Sizes({})
+    whole, array = place(disk, "w", (1, draw(1, 4), draw(1, 4)), draw)
+    rule = Rule("w", ("p",), (Squeeze(),))
+    pieces = rule.split(whole, sizes)
+    assert np.array_equal(disk.assemble(stored(pieces[()])), array[0])
+    assert np.array_equal(disk.assemble(stored(rule.join(pieces, sizes))), array)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_several_are_no_stack_of_one(shape: tuple[int, ...]) -> None:
+    whole, _ = place(Disk(), "w", shape, lambda low, high: low)
+    with pytest.raises(ValueError, match="first axis"):
+        Rule("w", ("p",), (Squeeze(),)).split(whole, Sizes({}))
 
 
 @given(st.integers(1, 5), st.integers(0, 3))
@@ -156,7 +176,8 @@ def test_norms_are_shifted_by_what_the_two_sides_differ(in_megatron: int, in_fil
 
 # Families -------------------------------------------------------------------------------------------------------------
 
-TRANSLATED = [name for name, family in FAMILIES.items() if family.megatron]
+DIALECTS: tuple[Dialect, ...] = ("megatron", "torchtitan")
+TRANSLATED = [(dialect, name) for dialect in DIALECTS for name, family in FAMILIES.items() if family.table(dialect)]
 
 
 def draw_config(model_type: str, draw: Draw) -> dict[str, Any]:
@@ -188,7 +209,7 @@ def draw_config(model_type: str, draw: Draw) -> dict[str, Any]:
 
 
 REPEATED = re.compile(r".*\.layers\.[0-9]+\.(embed_tokens|shared_head\.head)\.weight")
-"""What files repeat in layers that predict further tokens, and Megatron has once."""
+"""What files repeat in layers that predict further tokens, and training has once."""
 
 
 def file_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -214,9 +235,9 @@ def assert_equal(found: Mapping[str, Array], right: Mapping[str, Array]) -> None
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("model_type", TRANSLATED)
-def test_the_table_of_a_family_read_backwards_is_its_inverse(model_type: str, seed: int) -> None:
-    draw, rules = Random(f"{model_type} {seed}").randint, FAMILIES[model_type].megatron
+@pytest.mark.parametrize(("dialect", "model_type"), TRANSLATED)
+def test_the_table_of_a_family_read_backwards_is_its_inverse(dialect: Dialect, model_type: str, seed: int) -> None:
+    draw, rules = Random(f"{model_type} {seed}").randint, FAMILIES[model_type].table(dialect)
     architecture = read_architecture(draw_config(model_type, draw), FAMILIES)
     assert architecture is not None
     sizes, disk = architecture.sizes, Disk()
@@ -237,10 +258,10 @@ def test_the_table_of_a_family_read_backwards_is_its_inverse(model_type: str, se
     assert not [*parts.problems, *parts.unknown]
     assert_equal(assemble_all(disk, parts.tensors), arrays)
 
-    megatron, arrays = {}, {}
+    stored_ones, arrays = {}, {}
     for name, value in wholes.tensors.items():
-        megatron[name], arrays[name] = place(disk, name, value.shape, draw)
-    there = split(megatron, rules, sizes)
+        stored_ones[name], arrays[name] = place(disk, name, value.shape, draw)
+    there = split(stored_ones, rules, sizes)
     assert not [*there.problems, *there.unknown]
     back = join(there.tensors, rules, sizes)
     assert not back.problems
