@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from random import Random
 from typing import Any, TypeAlias
 
@@ -266,3 +267,16 @@ def test_the_table_of_a_family_read_backwards_is_its_inverse(dialect: Dialect, m
     back = join(there.tensors, rules, sizes)
     assert not back.problems
     assert_equal(assemble_all(disk, back.tensors), arrays)
+
+
+SHAPES = [(), (0,), (1,), (3,), (2, 2), (0, 2), (4, 0), (0, 2, 2), (2, 3, 4), (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(("dialect", "model_type"), TRANSLATED)
+def test_whatever_shape_is_stored_is_taken_apart_or_told(dialect: Dialect, model_type: str) -> None:
+    rules = FAMILIES[model_type].table(dialect)
+    sizes = Sizes(draw_config(model_type, Random(model_type).randint), FAMILIES[model_type].all_defaults())
+    for rule, shape in product(rules, SHAPES):
+        name = re.sub(r"\{[a-z_]+\}", "0", rule.whole)
+        found = split({name: Tensor(name, F32, shape, ())}, rules, sizes)
+        assert found.tensors or found.problems or shape[0] == 0, (name, shape)

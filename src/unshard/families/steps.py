@@ -91,7 +91,7 @@ class Divide:
     def forward(self, pieces: Parts, parts: int, _sizes: Sizes) -> Parts:
         divided: Parts = {}
         for key, piece in pieces.items():
-            width, rest = divmod(piece.shape[self.axis], parts)
+            width, rest = divmod(_length(piece, self.axis), parts)
             if rest:
                 raise ValueError(f"{piece.name}: {list(piece.shape)} does not divide by {parts} along axis {self.axis}")
             divided |= {(*key, i): piece.slice(self.axis, i * width, (i + 1) * width) for i in range(parts)}
@@ -212,7 +212,7 @@ class Permute(_OnEach):
         return self._reorder(_stored(piece), [shape[place] for place in self.order], inverse)
 
     def _resolve(self, piece: Value, sizes: Sizes) -> list[int]:
-        length = piece.shape[self.axis]
+        length = _length(piece, self.axis)
         told = prod([sizes.size(size) for size in self.shape if size != "?"])
         known = [length // max(1, told) if size == "?" else sizes.size(size) for size in self.shape]
         if prod(known) != length:
@@ -235,7 +235,7 @@ class SwapHalves(_OnEach):
 
     def change(self, piece: Value, _sizes: Sizes) -> Tensor:
         tensor = _stored(piece)
-        half, rest = divmod(tensor.shape[self.axis], 2)
+        half, rest = divmod(_length(tensor, self.axis), 2)
         if rest:
             raise ValueError(f"{piece.name}: {list(piece.shape)} has no halves along axis {self.axis}")
         return concat([tensor.slice(self.axis, half, 2 * half), tensor.slice(self.axis, 0, half)], self.axis)
@@ -252,7 +252,7 @@ class FirstRows(_OnEach):
 
     def change(self, piece: Value, sizes: Sizes) -> Value:
         count = sizes.known(self.count)
-        return piece if count is None or piece.shape[0] <= count else piece.slice(0, 0, count)
+        return piece if count is None or _length(piece, 0) <= count else piece.slice(0, 0, count)
 
     def restore(self, piece: Value, _sizes: Sizes) -> Value:
         return piece
@@ -278,6 +278,7 @@ class Norm(_OnEach):
         if by == 0:
             return piece
         tensor = _stored(piece)
+        _length(tensor, 0)  # a scalar has no axis to cut along
         cuts = tuple([(axis,) for axis in range(tensor.ndim)])
         return Computed(tensor.name, tensor.dtype, tensor.shape, SHIFT, {"by": by}, (tensor,), cuts[0], cuts[1:])
 
@@ -333,6 +334,13 @@ def _stored(piece: Value) -> Tensor:
     if isinstance(piece, Tensor):
         return piece
     raise ValueError(f"{piece.name}: what `{piece.function}` computes cannot be rearranged")
+
+
+def _length(piece: Value, axis: int) -> int:
+    """The length of an axis. ValueError for a tensor that has no such axis, as a scalar has none."""
+    if axis >= len(piece.shape):
+        raise ValueError(f"{piece.name} has shape {list(piece.shape)}, and no axis {axis}")
+    return piece.shape[axis]
 
 
 def _gather(pieces: Mapping[Key, Value]) -> dict[Key, list[Tensor]]:
