@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +102,78 @@ def test_a_given_config_is_believed_with_a_warning_where_versions_differ() -> No
 def test_nothing_is_known_of_unknown_families() -> None:
     assert ShapeTeller()(None) is None
     assert ShapeTeller(given={"model_type": "novel"})({"model_type": "novel"}) is None
+
+
+# By names -------------------------------------------------------------------------------------------------------------
+
+
+def by_names(
+    config: dict[str, Any] | None, names: Collection[str], **options: Any
+) -> dict[str, tuple[int, ...]] | None:
+    found = ShapeTeller(**options).by_names(config, names)
+    return None if found is None else dict(found)
+
+
+@pytest.mark.parametrize("version", [OLD, NEW], ids=["old", "new"])
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, VISION], ids=["dense", "experts", "vision"])
+def test_names_of_the_running_model_and_of_its_file_are_known(
+    config: dict[str, Any], version: dict[str, str], in_file: bool
+) -> None:
+    shapes = of(config | version, in_file=in_file)
+    assert by_names(config | version, shapes) == shapes
+    assert by_names(None, shapes, given=config | version) == shapes
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    ["{}", "module.{}", "_orig_mod.{}", "model.{}", "base_model.model.{}", "module._fsdp_wrapped_module.{}"],
+)
+def test_wrappers_do_not_count(wrapped: str) -> None:
+    shapes = {wrapped.format(name): shape for name, shape in of(DENSE).items()}
+    assert by_names(DENSE, shapes) == shapes
+
+
+def test_base_layers_of_adapters_are_known_and_adapters_are_not() -> None:
+    query = "model.layers.0.self_attn.q_proj"
+    stored = {f"base_model.model.{name}": shape for name, shape in of(DENSE).items() if query not in name}
+    stored[f"base_model.model.{query}.base_layer.weight"] = of(DENSE)[f"{query}.weight"]
+    assert by_names(DENSE, [*stored, f"base_model.model.{query}.lora_A.default.weight"]) == stored
+
+
+def test_a_tied_head_is_known_where_it_is_stored_and_not_missed_where_it_is_not() -> None:
+    config = {**DENSE, "tie_word_embeddings": True}
+    shapes = of(config)
+    assert by_names(config, shapes) == shapes
+    head = {"lm_head.weight": shapes["model.embed_tokens.weight"]}
+    assert by_names(config, shapes | head) == shapes | head
+
+
+def test_parameters_that_are_not_stored_have_names_of_their_own() -> None:
+    shapes = of(DENSE)
+    stored = list(shapes)[:-1]
+    assert by_names(DENSE, stored) == shapes
+
+
+def test_a_reference_goes_first() -> None:
+    shapes = of(DENSE) | {"own.weight": (3,)}
+    teller = {"reference": reference(shapes, DENSE, "model.safetensors"), "given": VISION}
+    assert by_names(VISION, shapes, **teller) == shapes
+    unknown = {"x.weight": (2, 3)}
+    assert by_names(None, unknown, reference=reference(unknown, None, "model.safetensors")) == unknown
+
+
+def test_the_family_of_a_reference_tells_names_that_it_does_not_have() -> None:
+    """The hub's file has experts one by one, the running model of transformers 5 has them packed."""
+    config = EXPERTS | NEW
+    model = reference(of(config, in_file=True), config, "model.safetensors")
+    assert by_names(None, of(config), reference=model) == of(config)
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "unheard_of"}, {"model_type": "llama"}], ids=str)
+def test_where_nothing_tells_shapes_there_are_none(config: dict[str, Any] | None) -> None:
+    assert by_names(config, of(DENSE)) is None
+
+
+def test_names_of_another_model_are_not_known() -> None:
+    assert by_names(DENSE, ["encoder.block.weight"]) is None

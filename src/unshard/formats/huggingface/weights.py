@@ -73,6 +73,15 @@ def find_leftovers(names: Collection[str], read: Collection[str]) -> list[str]:
     return [name for name in names if name not in read and _MODEL_FILE.fullmatch(name)]
 
 
+def find_siblings(names: Collection[str], files: Collection[str]) -> list[str]:
+    """The names that are numbered as some of the files are, and are not among them: `model-00003-of-00003.safetensors`
+    beside `model-00001-of-00003.safetensors`.
+    """
+    kinds = {_NUMBERED.sub(r"-of-\2.", file) for file in files if _NUMBERED.search(file)}
+    found = [name for name in names if _NUMBERED.search(name) and _NUMBERED.sub(r"-of-\2.", name) in kinds]
+    return sorted(set(found) - set(files))
+
+
 def check_numbering(files: Sequence[str]) -> list[UnshardError]:
     """What is wrong with the numbers in the names of shards that no index lists."""
     numbers: dict[int, set[int]] = {}
