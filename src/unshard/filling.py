@@ -14,6 +14,7 @@ from unshard.dtypes import BF16, F16, F32
 from unshard.errors import ModelError, UnshardError, UsageError
 from unshard.formats.huggingface.assets import is_tokenizer_file
 from unshard.model import Adapter, Base
+from unshard.model_config import class_name
 from unshard.opening import open_reference
 from unshard.options import MergeOptions
 from unshard.tensors import Tensor
@@ -110,10 +111,14 @@ def _compare_configs(config: Mapping[str, Any] | None, other: Mapping[str, Any] 
     """Raise UsageError where the base model cannot be the one that training began with."""
     if config is None or other is None:
         return
-    if config.get("model_type") != other.get("model_type"):
+    kinds = [each.get("model_type") for each in (config, other)]
+    if kinds[0] == kinds[1] and not families.is_known(
+        config
+    ):  # then the base model must tell which parameters there are
+        kinds = [class_name(each) for each in (config, other)]
+    if kinds[0] != kinds[1]:
         raise UsageError(
-            f"`--fill-from {place}` is a model of type {other.get('model_type')}; the checkpoint is one of type "
-            f"{config.get('model_type')}",
+            f"`--fill-from {place}` is a model of type {kinds[1]}; the checkpoint is one of type {kinds[0]}",
             hint="give the model that training began with",
         )
     if other.get("quantization_config") and not config.get("quantization_config"):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.collector import collector_paused
-from unshard.errors import UsageError, raise_all
+from unshard.errors import UnshardError, UsageError, command_line, raise_all
 from unshard.filling import fuse_into, open_base, widen
 from unshard.formats.huggingface.target import lay_out
 from unshard.model import Model
@@ -93,9 +93,18 @@ def decide(checkpoint: Checkpoint, options: MergeOptions, source: str = "SRC") -
             excluded=adapters.strip_names(strip_all(checkpoint.excluded)) if split.adapters else checkpoint.excluded,
             base=filler,
         )
-    raise_all([*problems, *model.problems])
+    raise_all([*problems, *(_say_adapter_only(model.problems, source) if written else model.problems)])
     target = lay_out(model, checkpoint, options, written)
     return Decision(checkpoint, model, target, (*notes, *target.notes))
+
+
+def _say_adapter_only(problems: Sequence[UnshardError], source: str) -> Sequence[UnshardError]:
+    """What is wrong with the base model under an adapter; the last of it with the way out that needs no base model."""
+    if not problems:
+        return problems
+    *others, last = problems
+    way_out = f"to write the adapter alone: {command_line('unshard', 'merge', source, 'OUT', '--adapter-only')}"
+    return [*others, type(last)(last.message, hint=f"{last.hint}\n{way_out}" if last.hint else way_out)]
 
 
 def split_adapters(checkpoint: Checkpoint, options: MergeOptions) -> adapters.Split:

@@ -120,6 +120,11 @@ def name_model(
     )
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a family describes the architecture that config.json names, with its head."""
+    return read_architecture(config, FAMILIES) is not None
+
+
 def expected_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape] | None:
     """Parameter name → shape of the running model, in the order of torch's `named_parameters()`; tied ones once.
 

@@ -51,18 +51,18 @@ def verify_against(
     """
     catalogs = [open_place(output, replace(options, repair_index=False))]
     catalogs += [open_place(against, options)] if against is not None else []
-    if any(is_model(catalog) and is_adapter(catalog) for catalog in catalogs):
+    if any(is_model(catalog, options) and is_adapter(catalog) for catalog in catalogs):
         options = replace(options, adapter_only=True)
     checked, *others = [make_side(catalog, options, thorough=catalog is catalogs[0]) for catalog in catalogs]
     notes = list(checked.notes)
-    if options.backend and all(is_model(catalog) for catalog in catalogs):
+    if options.backend and all(is_model(catalog, options) for catalog in catalogs):
         text = f"`--backend {options.backend}` says nothing here: what was compared are merged models"
         notes.append(Note(text, level="warning"))
     comparison = hint = None
     for other in others:
         notes += other.notes
         left = checked
-        if is_model(catalogs[1]) and checked.has_adapters and not other.has_adapters:
+        if is_model(catalogs[1], options) and checked.has_adapters and not other.has_adapters:
             left = checked.without_adapters()
             text = f"the adapter of `{output}` was not compared: `{against}` has none"
             notes.append(Note(text, level="warning"))

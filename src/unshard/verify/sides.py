@@ -77,9 +77,9 @@ def open_place(path: Path, options: MergeOptions) -> Checkpoint:
     return catalog
 
 
-def is_model(catalog: Checkpoint) -> bool:
-    """Whether the catalog is a merged model (or adapter), and no checkpoint of ranks."""
-    return catalog.format == HuggingFace.name
+def is_model(catalog: Checkpoint, options: MergeOptions) -> bool:
+    """Whether the catalog is a merged model (or adapter): no checkpoint, and no adapter that gets a base."""
+    return catalog.format == HuggingFace.name and not (options.fill_from and is_adapter(catalog))
 
 
 def is_adapter(catalog: Checkpoint) -> bool:
@@ -93,7 +93,7 @@ def make_side(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -> 
 
     Raises an UnshardError where a checkpoint does not make a model, and where a model's structure does not hold.
     """
-    return _read_model(catalog, thorough=thorough) if is_model(catalog) else _plan_model(catalog, options)
+    return _read_model(catalog, thorough=thorough) if is_model(catalog, options) else _plan_model(catalog, options)
 
 
 def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
