@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from unshard.errors import NotACheckpointError, command_line
 from unshard.formats.contract import Source
@@ -34,6 +35,7 @@ _EXPERT = re.compile(
 )
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<mp>\d{1,6}))?-model_states\.pt")
 _MAX_FILES = 1 << 20
+Place = TypeVar("Place")
 
 LATEST = "latest"
 """The file in which a directory of tags names its last one."""
@@ -58,26 +60,41 @@ class TagFiles:
     optimizer: (D, M) → optimizer states.
     experts:   (MoE layer, expert, M) → one expert; the layer is None in the names of old releases.
     layers:    (layer, tensor rank) → one layer of a pipeline.
+    rivals:    pairs of files of different names that stand for the same: those of two runs.
     """
 
     model: dict[tuple[int | None, int], File] = field(default_factory=dict)
     optimizer: dict[tuple[int, int], File] = field(default_factory=dict)
     experts: dict[tuple[int | None, int, int], File] = field(default_factory=dict)
     layers: dict[tuple[int, int], File] = field(default_factory=dict)
+    rivals: list[tuple[File, File]] = field(default_factory=list)
 
     def add(self, file: File) -> None:
-        """Take a file in, if its name is one of those above and no other file stands for the same."""
+        """Take a file in, if its name is one of those above and no file of another root stands for the same."""
         name = file.path.name
         if match := _MODEL.fullmatch(name):
             rank = int(match["dp"]) if match["dp"] else None
-            self.model.setdefault((rank, int(match["mp"])), file)
+            self._put(self.model, (rank, int(match["mp"])), file)
         elif match := _OPTIMIZER.fullmatch(name):
-            self.optimizer.setdefault((int(match["dp"]), int(match["mp"])), file)
+            self._put(self.optimizer, (int(match["dp"]), int(match["mp"])), file)
         elif match := _EXPERT.fullmatch(name):
             layer = int(match["layer"]) if match["layer"] else None
-            self.experts.setdefault((layer, int(match["expert"]), int(match["mp"])), file)
+            self._put(self.experts, (layer, int(match["expert"]), int(match["mp"])), file)
         elif match := _LAYER.fullmatch(name):
-            self.layers.setdefault((int(match["layer"]), int(match["mp"] or 0)), file)
+            self._put(self.layers, (int(match["layer"]), int(match["mp"] or 0)), file)
+
+    def _put(self, files: dict[Place, File], place: Place, file: File) -> None:
+        other = files.setdefault(place, file)
+        if other.path.name != file.path.name:
+            self.rivals.append((other, file))
+
+    def find_rivals(self) -> list[tuple[File, File]]:
+        """All pairs of which only one file can be of this save; of model states, one or one per rank is written."""
+        whole = {rank: file for (data_rank, rank), file in self.model.items() if data_rank is None}
+        pairs = [
+            (whole[rank], file) for (data_rank, rank), file in self.model.items() if data_rank == 0 and rank in whole
+        ]
+        return [*self.rivals, *pairs]
 
     @property
     def is_empty(self) -> bool:

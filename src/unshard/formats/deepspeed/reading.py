@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from unshard.checkpoint import Checkpoint, Note
@@ -13,8 +14,9 @@ from unshard.formats.deepspeed.gathering import read_first_states
 from unshard.formats.deepspeed.model_parallel import join_model, missing_ranks
 from unshard.formats.deepspeed.rank_reader import RankReader
 from unshard.formats.surroundings import look_around
-from unshard.words import items_in_words
+from unshard.words import items_in_lines, items_in_words
 
+_LISTED = 20
 _PARENTS = 2
 """How far above a tag a config may lie: Trainer's `checkpoint-N`, accelerate's `pytorch_model` in a directory."""
 
@@ -26,6 +28,7 @@ def read_tag(source: Source) -> Checkpoint:
     account = Account()
     if by_latest:
         account.notes.append(Note(f"`{LATEST}` names {directory.name}"))
+    account.problems += _two_runs(files)
     states = read_first_states(files, account.problems)
     if not states:
         raise_all(account.problems or [_no_states(files, directory)])
@@ -53,6 +56,18 @@ def read_tag(source: Source) -> Checkpoint:
         notes=(*whole.notes, *account.lines()),
         problems=(*account.problems, *around.problems),
     )
+
+
+def _two_runs(files: TagFiles) -> Iterator[UnshardError]:
+    """A problem where a directory was used again by a run of another precision or stage."""
+    pairs = files.find_rivals()
+    if pairs:
+        told = [f"{one.name} and {other.name}" for one, other in pairs]
+        yield IncompleteError(
+            f"files of two runs lie here; of each pair, one file is of another stage or precision:\n"
+            f"{items_in_lines(told, _LISTED)}",
+            hint="move the files of the other run out of the directory",
+        )
 
 
 def _no_states(files: TagFiles, directory: Path) -> UnshardError:
