@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from assembled import gather
 from hf_shard_bytes import Array, Part, write_shard
 from unshard.checkpoint import Checkpoint
+from unshard.errors import UnshardError
 from unshard.formats.contract import Source
 from unshard.formats.hf_shards import HfShards
 from unshard.plan.coverage import prove_coverage
@@ -109,3 +110,30 @@ def test_a_missing_shard_is_never_silent(checkpoint: tuple[dict[str, Array], Pie
             told = {name for note in said for name in note.tensors}
             text = "\n".join(str(problem) for problem in found.problems)
             assert all(name in text or name in told for name in lost)
+
+
+@given(checkpoints(), st.data())
+@settings(max_examples=150)
+def test_damaged_bytes_are_an_error_or_change_nothing_else(
+    checkpoint: tuple[dict[str, Array], Pieces], data: st.DataObject
+) -> None:
+    """Whatever stands in a header, nothing but an UnshardError comes of it, and no chunk that leads out of its file."""
+    whole, pieces = checkpoint
+    with tempfile.TemporaryDirectory() as place:
+        read(Path(place), whole, pieces)
+        victim = data.draw(st.sampled_from(sorted(Path(place).iterdir())))
+        content = bytearray(victim.read_bytes())
+        header = 8 + int.from_bytes(content[:8], "little")
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, header - 1))] = data.draw(st.sampled_from(b'0123456789[]{}",:-e \\x'))
+        victim.write_bytes(content)
+        shapes = {name: array.shape for name, array in whole.items()}
+        try:
+            found = HfShards().read(Source(Path(place), named_shapes=lambda _config, _names: shapes))
+        except UnshardError:
+            return
+        for tensor in found.tensors.values():
+            for chunk in tensor.chunks:
+                end = chunk.extent.offset + chunk.extent.span(chunk.box.sizes)
+                assert header <= chunk.extent.offset or chunk.extent.file.path != victim.name
+                assert end <= (Path(place) / chunk.extent.file.path).stat().st_size

@@ -13,7 +13,7 @@ from unshard.formats.hf_shards.file_names import ShardName, parse_shard
 from unshard.formats.hf_shards.sharding_info import SHARDING_INFO, parse_sharding_info
 from unshard.formats.safetensors_file import SafetensorsFile, read_header
 from unshard.tensors import Box, Extent, SourceFile, Tensor
-from unshard.words import names_in_words
+from unshard.words import names_in_words, shorten
 
 _COPY = "copy the file again, or take an earlier checkpoint"
 
@@ -71,7 +71,8 @@ def _read_shard(shard: ShardFile) -> list[tuple[str, Piece]]:
 
 def _piece(shard: ShardFile, tensor: Tensor, offsets: tuple[int, ...]) -> Piece:
     if len(offsets) != tensor.ndim:
-        text = f"{shard.path}: `{tensor.name}` of shape {list(tensor.shape)} begins at {list(offsets)}"
+        name = names_in_words([shorten(tensor.name, 200)])
+        text = f"{shard.path}: {name} of shape {list(tensor.shape)} begins at {list(offsets)}"
         raise FormatError(f"{text}: not as many offsets as axes", hint=_COPY)
     extent = tensor.chunks[0].extent if tensor.chunks else None
     return Piece(shard.name.rank, Box(offsets, tensor.shape), tensor.dtype, extent, shard.file)
