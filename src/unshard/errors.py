@@ -85,6 +85,17 @@ def command_line(*words: str | os.PathLike[str]) -> str:
     return shlex.join([os.fspath(word) for word in words])
 
 
+def merge_command(source: str | os.PathLike[str], *words: str) -> str:
+    """The merge of a checkpoint with further words, for hints: `OUT` and `DIR` are left to be chosen."""
+    return command_line("unshard", "merge", source, "OUT", *words)
+
+
+def config_hint(source: str, whose: str = "the stored") -> str:
+    """What to type where a checkpoint has no config.json; `whose` names it has."""
+    own, without = merge_command(source, "--config", "DIR"), merge_command(source, "--weights-only")
+    return f"give the model's own: {own}\nor write {whose} names: {without}"
+
+
 def raise_all(problems: Sequence[UnshardError]) -> None:
     """Raise nothing, the only problem, or one error of the first problem's kind that tells all of them."""
     if not problems:

@@ -9,7 +9,7 @@ from pathlib import Path
 from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.collector import collector_paused
-from unshard.errors import UnshardError, UsageError, command_line, raise_all
+from unshard.errors import UnshardError, UsageError, merge_command, raise_all
 from unshard.filling import fuse_into, open_base, widen
 from unshard.formats.huggingface.target import lay_out
 from unshard.model import Model
@@ -60,7 +60,7 @@ def decide(checkpoint: Checkpoint, options: MergeOptions, source: str = "SRC") -
     source: the checkpoint as it was typed, for hints.
     """
     checkpoint, filler = open_base(checkpoint, options)
-    checkpoint, translation = translate(checkpoint, options)
+    checkpoint, translation = translate(checkpoint, options, source)
     split = split_adapters(checkpoint, options)
     if filler is not None and checkpoint.weights == "master" and split.base:
         filler = widen(filler)
@@ -103,7 +103,7 @@ def _say_adapter_only(problems: Sequence[UnshardError], source: str) -> Sequence
     if not problems:
         return problems
     *others, last = problems
-    way_out = f"to write the adapter alone: {command_line('unshard', 'merge', source, 'OUT', '--adapter-only')}"
+    way_out = f"to write the adapter alone: {merge_command(source, '--adapter-only')}"
     return [*others, type(last)(last.message, hint=f"{last.hint}\n{way_out}" if last.hint else way_out)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from unshard.checkpoint import Checkpoint, Shape
-from unshard.errors import ModelError, UsageError, command_line
+from unshard.errors import ModelError, UsageError, config_hint, merge_command
 from unshard.families.naming.draft import Draft
 from unshard.families.naming.namer import Namer
 from unshard.families.naming.ties import settle_ties
@@ -47,21 +47,16 @@ def name_tensors(
         draft.problems.append(
             ModelError(
                 "there is no config.json, so names, shapes and tied weights cannot be known",
-                hint=f"give the model's own: {_merge(source, '--config', 'DIR')}\n"
-                f"or write the stored names: {_merge(source, '--weights-only')}",
+                hint=config_hint(source),
             )
         )
     elif options.names != "hub" and reference is None:
         draft.problems.append(UsageError(f"no reference model was found at {options.names}"))
     else:
-        hint = _merge(source, "--fill-from", "DIR")
+        hint = merge_command(source, "--fill-from", "DIR")
         namer = Namer(draft, config, options, families, in_file=in_file, own=own, fill_hint=hint)
         namer.run(reference, left_out, base)
     return draft.finish()
-
-
-def _merge(source: str, *words: str) -> str:
-    return command_line("unshard", "merge", source, "OUT", *words)
 
 
 def _say_excluded(draft: Draft, left_out: Mapping[str, Shape]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from unshard.errors import IncompleteError, UnshardError, command_line
+from unshard.errors import IncompleteError, UnshardError, merge_command
 from unshard.formats.deepspeed.files import find_tags
 from unshard.model_files import ADAPTER_WEIGHTS
 from unshard.tensors import Tensor
@@ -35,7 +35,7 @@ def tell_placeholders(tensors: Mapping[str, Tensor], path: Path, *, is_adapter: 
     message = f"{path}: {what}. ZeRO-3 leaves such placeholders where parameters are saved without being gathered"
     checkpoint = _find_checkpoint(path if path.is_dir() else path.parent)
     words = ("--adapter-only",) if is_adapter else ()
-    command = command_line("unshard", "merge", checkpoint or "global_stepN", "OUT", *words)
+    command = merge_command(checkpoint or "global_stepN", *words)
     yield IncompleteError(message, hint=f"the values lie in DeepSpeed's own checkpoint: {command}")
 
 
