@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.files import File, TagFiles
+from unshard.formats.deepspeed.partitions import MAX_RANKS
 from unshard.formats.deepspeed.states import FrozenPieces, ModelStates, read_frozen_pieces, read_model_states
 from unshard.words import items_in_lines, items_in_words
 
 Read = TypeVar("Read")
-_MAX_RANKS = 1 << 20
 
 
 def read_first_states(files: TagFiles, problems: list[UnshardError]) -> dict[int, ModelStates]:
@@ -37,7 +37,7 @@ def read_pieces(
     found: list[FrozenPieces] = []
     missing: list[str] = []
     faults: list[UnshardError] = []
-    for data_rank in range(min(count, _MAX_RANKS)):
+    for data_rank in range(min(count, MAX_RANKS)):
         file = files.model.get((data_rank, rank))
         if file is None:
             missing.append(f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}_model_states.pt")

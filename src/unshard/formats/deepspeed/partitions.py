@@ -22,6 +22,8 @@ from unshard.words import count_in_words, items_in_lines, ranks_in_words
 _MASTERS = {3: "fp32_flat_groups"}
 _MASTERS_BELOW_3 = "single_partition_of_fp32_groups"
 _MAX_GROUPS = 1 << 16
+MAX_RANKS = 1 << 18
+"""Data-parallel ranks, more than any cluster has."""
 _OF_ONE_SAVE = (
     ("counts", "partitions"),
     ("stage", "ZeRO stage"),
@@ -207,7 +209,7 @@ def _stage(recorded: Any) -> int:
 def _counts(recorded: Any, groups: int) -> tuple[int, ...]:
     """`partition_count`: a list per group; one number at stage 3, and in old releases."""
     counts = list(recorded) if isinstance(recorded, (list, tuple)) else [recorded] * max(groups, 1)
-    if len(counts) > _MAX_GROUPS or not all(type(count) is int and 0 < count < 1 << 24 for count in counts):
+    if len(counts) > _MAX_GROUPS or not all(type(count) is int and 0 < count <= MAX_RANKS for count in counts):
         raise FormatError("its `partition_count` is no number of ranks")
     return tuple(counts)
 
