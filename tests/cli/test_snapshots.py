@@ -87,6 +87,21 @@ SCENES = {
     "merge_lora": Scene(("unshard merge CASES/lora/ckpt OUT",)),
     "merge_lora_fused": Scene(("unshard merge CASES/lora/ckpt OUT --fuse-lora",)),
     "merge_lora_alone": Scene(("unshard merge CASES/lora_only/ckpt OUT",)),
+    "merge_filled": Scene(
+        (
+            "unshard merge CASES/deepspeed_z2_excluded/ckpt OUT",
+            "unshard merge CASES/deepspeed_z2_excluded/ckpt OUT --fill-from CASES/deepspeed_z2_excluded/truth16",
+            "unshard verify OUT --against CASES/deepspeed_z2_excluded/ckpt "
+            "--fill-from CASES/deepspeed_z2_excluded/truth16",
+        )
+    ),
+    "weights": Scene(
+        (
+            "unshard inspect CASES/deepspeed_z3_bf16/ckpt",
+            "unshard merge CASES/deepspeed_z3_bf16/ckpt OUT --weights model",
+            "unshard merge CASES/fsdp2_w4/ckpt OUT2 --weights model",
+        )
+    ),
     "merge_as_verl": Scene(
         ("unshard merge --backend fsdp --local_dir CASES/fsdp2_w4/ckpt --use_cpu --trust --low_cpu --private",)
     ),
