@@ -53,6 +53,7 @@ class Case:
     full: State
     to_megatron: Callable[[State, Any], State]
     place: Path
+    fill_from: Path | None = None
 
     def write(self, adapters: Mapping[str, torch.Tensor], how: str, *, alone: bool = False, **layout: Any) -> Path:
         """A checkpoint of base and adapters, or of the adapters alone."""
@@ -64,6 +65,7 @@ class Case:
     def merge(self, *options: str, alpha: bool = True) -> Path:
         output = self.place / f"out{''.join(options)}"
         given = ["--lora-alpha", str(ALPHA)] if alpha else []
+        given += ["--fill-from", str(self.fill_from)] if self.fill_from else []
         arguments = ["merge", str(self.place / "run"), str(output), "--config", str(self.place / "truth")]
         assert main([*arguments, *given, *options]) == 0
         return output
@@ -299,6 +301,17 @@ class TestAdaptersAlone:
         case.write(adapters, "torch_dist", alone=True, tp=2, homogeneous=False)
         output = case.merge()
         case.check_peft(case.load_peft(case.place / "truth", output), add_adapters(case.full, adapters, ALPHA))
+
+    @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "qwen3_vl"], indirect=True)
+    def test_a_base_model_is_put_below_them(self, case: Case) -> None:
+        adapters = lora(case.full)
+        case.write(adapters, "torch_dist", alone=True, tp=2, homogeneous=False)
+        case.fill_from = case.place / "truth"
+        output = case.merge()
+        assert_same(read_model(output), case.state)
+        merged = add_adapters(case.full, adapters, ALPHA)
+        case.check_peft(case.load_peft(output, output / "lora_adapter"), merged)
+        case.assert_holds(read_model(case.merge("--fuse-lora")), merged)
 
     def test_adapter_only_writes_the_same(self, case: Case) -> None:
         adapters = lora(case.full)
