@@ -37,8 +37,8 @@ EVENTS: dict[str, dict[str, Any]] = {
     "plan": {"plan": dict, "notes": [NOTE], "dropped": dict},
     "report": {
         "source": str, "output": str, "checkpoint": str, "weights": (str, type(None)), "family": (str, type(None)),
-        "is_adapter": bool, "tensors": int, "parameters": int, "bytes": int, "files": [{"path": str, "bytes": int}], "seconds": Number,
-        "write_seconds": Number, "bytes_per_second": int, "peak_memory_bytes": int,
+        "is_adapter": bool, "tensors": int, "parameters": int, "bytes": int, "files": [{"path": str, "bytes": int}],
+        "seconds": Number, "write_seconds": Number, "bytes_per_second": int, "peak_memory_bytes": int,
         "verification": {
             "mode": str, "bytes_compared": int, "seconds": Number, "proven": list, "not_proven": list,
         },
