@@ -21,9 +21,6 @@ from pathlib import Path
 COMMITTED = Path(__file__).parent / "golden" / "cases"
 VARIABLE = "UNSHARD_GOLDEN"
 
-UNIVERSAL_IS_READABLE = False
-"""Whether a format reads what DeepSpeed's `ds_to_universal` writes."""
-
 KINDS = ("fsdp1_", "fsdp2_", "tf4_", "mc_", "dcp_", "hfdcp_", "acc_", "ds_")
 """Of the larger set, by the start of their names."""
 
@@ -110,7 +107,7 @@ def larger_cases() -> list[GoldenCase]:
 def _larger(directory: Path) -> Iterator[GoldenCase]:
     """The checkpoint, and what DeepSpeed's own converter made of it, if it did."""
     yield GoldenCase(directory.name, directory, directory / "ckpt", _larger_runs(directory))
-    if (directory / "ckpt_universal").is_dir() and UNIVERSAL_IS_READABLE:
+    if (directory / "ckpt_universal").is_dir():
         runs = (Run(("--config", "{case}/ckpt")),)
         yield GoldenCase(f"{directory.name}_converted", directory, directory / "ckpt_universal", runs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unshard.formats.contract import Format
 from unshard.formats.dcp import Dcp
-from unshard.formats.deepspeed import DeepSpeed
+from unshard.formats.deepspeed import DeepSpeed, DeepSpeedUniversal
 from unshard.formats.fsdp import Fsdp
 from unshard.formats.full import FullStateDict
 from unshard.formats.hf_shards import HfShards
@@ -22,9 +22,11 @@ FORMATS: tuple[Format, ...] = (
     MegatronFsdp(),
     Dcp(),
     HfShards(),
+    DeepSpeedUniversal(),
     DeepSpeed(),
     VerlAdapter(),
     HuggingFace(),
     FullStateDict(),
 )
-"""In the order in which they are asked: training state before the model files that may lie beside it."""
+"""In the order in which they are asked: training state before the model files that may lie beside it, and
+what is made from another format before that format, whose files it keeps."""
