@@ -189,7 +189,7 @@ class Job:
             spans[name] = (place, place + array.size)
             place += array.size + gap
         flat = _joined(parts)
-        padded = _joined([flat, np.full(-flat.size % (2 * self.ranks), np.nan, np.float32)])
+        padded = _joined([flat, np.full(-flat.size % (2 * self.ranks), np.nan, flat.dtype)])
         each = padded.size // self.ranks
         found = []
         for rank in range(self.ranks):

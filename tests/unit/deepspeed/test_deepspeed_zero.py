@@ -169,6 +169,16 @@ def test_a_second_name_of_which_nothing_tells_is_not_lost(tmp_path: Path) -> Non
     assert "lm_head.weight" in found
 
 
+def test_masters_of_low_precision_stay_what_they_are(tmp_path: Path) -> None:
+    """`bf16_master_weights_and_grads` keeps masters in bf16: what stands beside them is not widened."""
+    low = [{name: array.astype(BF16) for name, array in group.items()} for group in (TRAINED, OTHERS)]
+    for stage in (2, 3):
+        it = job(stage, groups=low, frozen=FROZEN)
+        checkpoint = read(it.write(tmp_path / str(stage)))
+        assert values(checkpoint) == stored(it.module())
+        assert "note: bf16 masters of 4 parameters" in told(checkpoint)
+
+
 # What is missing -----------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +273,17 @@ def test_files_of_different_versions(tmp_path: Path) -> None:
     files = it.files()
     files["bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"].content["ds_version"] = "0.16.0"
     assert "rank 2: 0.16.0" in wrong(it.write(tmp_path / "tag", files))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_of_different_types(stage: int, tmp_path: Path) -> None:
+    def cast(files: Files) -> None:
+        state = optimizer(files, 1)
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        state[key] = [flat.astype(np.float16) for flat in state[key]]
+
+    it = job(stage)
+    assert "types of masters" in wrong(it.write(tmp_path / "tag", changed(it, cast)))
 
 
 def test_pieces_of_another_step(tmp_path: Path) -> None:

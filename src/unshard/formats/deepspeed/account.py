@@ -12,6 +12,7 @@ from unshard.formats.deepspeed.weights import Widened
 from unshard.options import Weights as Choice
 from unshard.words import count_in_words, items_in_words
 
+_IN_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _LOW = ("BF16", "F16")
 
 
@@ -24,7 +25,7 @@ class Account:
     excluded:  parameters that were left out at saving.
     taken:     which weights were read; None where the checkpoint keeps them once.
     mastered:  how many parameters have masters.
-    kinds:     types of the module's own weights.
+    kinds:     types of the module's own weights; master_kinds: of the masters.
     stage:     of ZeRO.
     ranks:     data-parallel ranks over which masters are partitioned; None where there are no partitions.
     bare:      model-parallel ranks without a file of optimizer states, though their masters are partitioned.
@@ -38,6 +39,7 @@ class Account:
     taken: Choice | None = None
     mastered: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
+    master_kinds: Counter[str] = field(default_factory=Counter)
     stage: int = 0
     ranks: int | None = None
     bare: list[int] = field(default_factory=list)
@@ -73,13 +75,14 @@ class Account:
         yield from dict.fromkeys(self.notes)
 
     def _line_on_weights(self) -> Iterator[Note]:
-        low = " and ".join([kind.lower() for kind in _LOW if self.kinds[kind]])
+        low = " and ".join([_IN_WORDS[kind] for kind in _LOW if self.kinds[kind]])
         if self.nameless:
             text = "optimizer states lie here, but no `param_shapes` that would tell which parameters they are of"
             yield Note(f"{text}: the module's {low or 'own'} weights were taken", level="warning")
         elif self.taken == "master":
             other = f"; --weights model takes the {low} weights" if low else ""
-            text = f"fp32 masters of {count_in_words(self.mastered, 'parameter')} from the optimizer's partitions"
+            kinds = " and ".join([_IN_WORDS.get(kind, kind.lower()) for kind in self.master_kinds])
+            text = f"{kinds} masters of {count_in_words(self.mastered, 'parameter')} from the optimizer's partitions"
             yield Note(text + other)
         elif self.bare:
             text = f"no optimizer states lie here: the module's {low or 'own'} weights were taken"

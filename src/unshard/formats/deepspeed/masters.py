@@ -168,6 +168,9 @@ def _join_stage_3(partitions: Sequence[Partition], groups: Sequence[Group]) -> I
             f"{len(partitions)} ranks, makes {needed:,}",
             hint=_OTHER_RUN,
         )
+    kinds = set(partitions[0].kinds)
+    if len(kinds) > 1:
+        raise FormatError(f"{partitions[0].file.name}: has masters of several types: {', '.join(sorted(kinds))}")
     dtype = partitions[0].flats[0].dtype if partitions[0].flats else None
     place = 0
     for name, shape in shapes.items():
@@ -186,14 +189,16 @@ def _join_stage_3(partitions: Sequence[Partition], groups: Sequence[Group]) -> I
 def join_pieces(name: str, shape: Shape, pieces: Sequence[tuple[int, StoredTensor]]) -> Tensor:
     """A frozen parameter of stage 3 from every rank's piece. Raises IncompleteError where their sizes do not fit."""
     size, part = prod(shape), _part(shape, len(pieces))
-    if any(piece.shape != (part,) for _, piece in pieces):
-        found = ", ".join([str(list(piece.shape)) for _, piece in pieces[:16]])
+    dtype = pieces[0][1].dtype
+    if any(piece.shape != (part,) or piece.dtype is not dtype for _, piece in pieces):
+        found = ", ".join([f"{piece.dtype.name} {list(piece.shape)}" for _, piece in pieces[:16]])
         raise IncompleteError(
-            f"`{name}` {list(shape)}: its pieces on {len(pieces)} ranks have {part:,} elements each; found {found}",
+            f"`{name}` {list(shape)}: its pieces on {len(pieces)} ranks have {part:,} elements of one type each; found "
+            f"{found}",
             hint=_OTHER_RUN,
         )
     chunks = tuple(Stream(pieces).chunks(0, size))
-    return Tensor(name, pieces[0][1].dtype, (size,), chunks).reshape(shape)
+    return Tensor(name, dtype, (size,), chunks).reshape(shape)
 
 
 def _part(shape: Shape, ranks: int) -> int:

@@ -29,6 +29,7 @@ _OF_ONE_SAVE = (
     ("stage", "ZeRO stage"),
     ("step", "step of the optimizer"),
     ("version", "version of DeepSpeed"),
+    ("kinds", "types of masters"),
 )
 """Attributes of partitions that are equal in all files of a save, and what they are."""
 _COPY = "fetch the files again, all of one save"
@@ -63,6 +64,11 @@ class Partition:
     def ranks(self) -> int:
         """How many data-parallel ranks hold the masters."""
         return max(self.counts, default=1)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The types of the flat masters: fp32, unless `bf16_master_weights_and_grads` or its like was set."""
+        return tuple([flat.dtype.name for flat in self.flats])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unshard.checkpoint import Note
+from unshard.dtypes import F32
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.account import Account
 from unshard.formats.deepspeed.experts import check_files, check_masters, is_expert, merge_files
@@ -124,11 +125,14 @@ class RankReader:
             return {name: _round(tensor, weights) for name, tensor in masters.items()} | weights.stored
         account.taken = "master"
         account.mastered += len(masters)
+        account.master_kinds.update([tensor.dtype.name for tensor in masters.values()])
         if self.files.experts:
             account.problems += check_masters(filter(is_expert, masters), weights.stored)
         having = {*masters, *[name for name, other in shared.items() if other in masters]}
         stored = {name: tensor for name, tensor in weights.stored.items() if name not in having}
-        return account.widened.widen(stored, (), states.buffers) | dict(masters)
+        if F32 in [tensor.dtype for tensor in masters.values()]:
+            stored = account.widened.widen(stored, (), states.buffers)
+        return stored | dict(masters)
 
 
 def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
