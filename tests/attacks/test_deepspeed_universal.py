@@ -70,6 +70,11 @@ def test_a_vocabulary_without_rows(content: dict[str, Any], tmp_path: Path) -> N
     assert "a: [], but [2, 3] in the model states" in problems(tmp_path)
 
 
+def test_a_vocabulary_that_is_a_scalar(tmp_path: Path) -> None:
+    Saved({"param": np.zeros((), np.float32), "vocab_tensor": True}).write(write(tmp_path, {"a": ()}))
+    assert problems(tmp_path) == ""
+
+
 def test_names_cannot_speak_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path)
     (tmp_path / "zero" / "\x1b[2Jb\n").mkdir()

@@ -88,6 +88,15 @@ class TestWhichIsMeant:
                 name: gather(tensor, {"source": real}) for name, tensor in whole.items()
             }
 
+    def test_other_files_in_it(self, real: Path) -> None:
+        shutil.copy(real / TAG / "zero" / "optimizer_state.pt", real / TAG / "other.pt")
+        assert DeepSpeedUniversal().detect(real / TAG / "other.pt") is None
+
+    def test_a_config_above(self, real: Path) -> None:
+        """Trainers save it in the directory of all tags."""
+        (real / "config.json").write_text('{"model_type": "llama"}')
+        assert read(real / TAG)[0].config == {"model_type": "llama"}
+
     def test_the_newest_state_goes_before_what_was_converted(self, real: Path) -> None:
         plain_job().write(real / "global_step2")
         (real / "latest").write_text("global_step2")
@@ -113,7 +122,7 @@ class TestWhatHasNoMaster:
 
     def job(self) -> Job:
         frozen = {name: array.astype(Job.low) for name, array in weights({"model.frozen": (3, 2)}, 40).items()}
-        buffers = {"model.count": np.array([3, 1 << 40], np.int64)}
+        buffers = {"model.count": np.array([3, 1 << 40], np.int64), "model.scale": np.ones(2, Job.low)}
         shared = {"head": "model.a"}
         return plain_job(frozen=frozen, buffers=buffers, shared=shared)
 
@@ -143,6 +152,14 @@ class TestWhatHasNoMaster:
         check(read(tmp_path, weights="model")[0], job.module())
         (tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
         assert "no zero_pp_rank_1_mp_rank_00_model_states.pt" in read(tmp_path)[1]
+
+    def test_a_placeholder_of_which_nothing_has_the_values(self, tmp_path: Path) -> None:
+        job = Job(3, 1, plain_job().groups)
+        files = job.files()
+        files["zero_pp_rank_0_mp_rank_00_model_states.pt"].content["module"]["model.lost"] = np.zeros(0, Job.low)
+        convert(job, tmp_path, files=files)
+        assert "placeholders of shape [0]" in (found := read(tmp_path)[1])
+        assert "model.lost" in found
 
 
 class TestVocabulary:

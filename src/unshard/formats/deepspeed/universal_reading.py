@@ -42,6 +42,7 @@ _PARENTS = 2
 """How far above the directory a config may lie, as with the tag that it was made from."""
 _MAX_FOLDERS = 500_000
 _LISTED = 20
+_LOW = {"BF16": "bf16", "F16": "fp16"}
 _PIPELINE = re.compile(r"\d+\..+|tied_modules\..+")
 _ORIGINAL = "read the checkpoint that it was made from: unshard inspect DIR"
 _AGAIN = "fetch the directory again, or convert the checkpoint again; or read the one that it was made from"
@@ -207,7 +208,7 @@ def _notes(account: Account) -> Iterator[Note]:
     if account.taken == "model":
         yield from account.lines()
         return
-    low = " and ".join([kind.lower() for kind in ("BF16", "F16") if account.kinds[kind]])
+    low = " and ".join([word for kind, word in _LOW.items() if account.kinds[kind]])
     masters = f"fp32 masters of {count_in_words(account.mastered, 'parameter')}, whole, as the converter joined them"
     yield Note(masters + (f"; --weights model takes the {low} weights" if low else ""))
     yield from account.widened.note()
