@@ -100,11 +100,6 @@ class TagFiles:
     def is_empty(self) -> bool:
         return not (self.model or self.optimizer or self.layers)
 
-    @property
-    def model_ranks(self) -> list[int]:
-        """The model-parallel ranks that files speak of."""
-        return sorted({rank for _, rank in self.model} | {rank for _, rank in self.optimizer})
-
 
 def is_of_tag(name: str) -> bool:
     """Whether a file of that name lies in the directory of a tag, and nowhere else."""
