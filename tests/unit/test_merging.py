@@ -73,9 +73,9 @@ def test_an_output_that_is_damaged_while_it_is_verified_cannot_be_loaded(
     """All of its headers were right; then it ends early."""
     real = output_room.check_contents
 
-    def check_after_a_cut(*arguments: Any) -> Any:
+    def check_after_a_cut(*arguments: Any, **options: Any) -> Any:
         cut_short(tmp_path / "out" / "model.safetensors")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(output_room, "check_contents", check_after_a_cut)
     with pytest.raises(VerificationError, match=r"ends at byte .*\n.*renamed"):

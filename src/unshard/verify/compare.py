@@ -15,8 +15,9 @@ from unshard.report.events import Sink
 from unshard.report.meter import Meter
 from unshard.run.functions import split_rows
 from unshard.settings import Settings
-from unshard.tensors import Box, Computed, Value
-from unshard.verify.contents import same_bytes, split_bands
+from unshard.tensors import Box, Computed, Tensor, Value
+from unshard.verify.boxes import split_boxes
+from unshard.verify.contents import same_bytes
 from unshard.verify.reading import PlainReader, scratch_for
 from unshard.verify.sides import Side
 from unshard.words import count_in_words
@@ -184,7 +185,9 @@ def _cut(left: Value, right: Value, buffer: int) -> Iterator[Box]:
                 whole = Box.whole(value.shape)
                 yield narrow(whole, 0, start, stop) if value.shape else whole
             return
-    yield from split_bands(left.shape, max(1, buffer // max(left.dtype.itemsize, right.dtype.itemsize)))
+    on_shape = [value.chunks for value in (left, right) if isinstance(value, Tensor) and value.grid == value.shape]
+    most = max(1, buffer // max(left.dtype.itemsize, right.dtype.itemsize))
+    yield from split_boxes(left.shape, [chunk for chunks in on_shape for chunk in chunks], most)
 
 
 def _read_band(value: Value, reader: PlainReader, band: Box) -> Array:

@@ -13,8 +13,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +23,8 @@ from unshard.report.events import Sink
 from unshard.report.meter import Meter
 from unshard.run.functions import split_rows
 from unshard.settings import Settings
-from unshard.tensors import Box, Chunk, Computed, Tensor, Value
+from unshard.tensors import Box, Chunk, Computed, Tensor, Value, contiguous_chunk
+from unshard.verify.boxes import split_boxes
 from unshard.verify.reading import PlainReader, scratch_for
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def _tasks(pair: Pair, band_size: int, mode: Mode) -> Iterator[_Task]:
         return
     tensor = pair.expected
     chunks = sorted(primary_chunks(tensor), key=lambda chunk: chunk.box.offsets)
-    bands = list(split_bands(tensor.grid, max(1, band_size // tensor.dtype.itemsize)))
+    bands = list(split_boxes(tensor.grid, chunks, max(1, band_size // tensor.dtype.itemsize)))
     if mode == "sample":
         bands = _sample(bands, chunks, seed=tensor.name)
     per_task = max(1, TASK_SIZE // band_size)
@@ -123,24 +122,6 @@ def _tasks(pair: Pair, band_size: int, mode: Mode) -> Iterator[_Task]:
             return comparer.compare_bands(tensor, chunks, pair.found, some)
 
         yield _Task(size, run)
-
-
-def split_bands(shape: Sequence[int], elements: int) -> Iterator[Box]:
-    """Boxes of at most `elements` elements that are contiguous in row-major order, in that order."""
-    if 0 in shape:
-        return
-    axis = 0
-    while axis < len(shape) and prod(shape[axis + 1 :]) > elements:
-        axis += 1
-    if axis >= len(shape):
-        yield from (Box(index, (1,) * len(shape)) for index in product(*map(range, shape)))
-        return
-    rows = max(1, elements // prod(shape[axis + 1 :]))
-    tail = tuple(shape[axis + 1 :])
-    for index in product(*map(range, shape[:axis])):
-        for start in range(0, shape[axis], rows):
-            count = min(rows, shape[axis] - start)
-            yield Box((*index, start, *(0 for _ in tail)), ((1,) * axis + (count, *tail)))
 
 
 def _sample(bands: Sequence[Box], chunks: Sequence[Chunk], seed: str) -> list[Box]:
@@ -209,11 +190,9 @@ class _Comparer:
     def _read_output(self, found: Tensor, grid: Sequence[int], band: Box) -> Array:
         """A band of the output tensor, whose bytes lie row-major at one place."""
         (chunk,) = found.chunks
-        start = 0
-        for length, offset in zip(grid, band.offsets, strict=True):
-            start = start * length + offset
+        whole = contiguous_chunk(chunk.extent.file, chunk.extent.offset, grid, found.dtype)
         try:
-            return self.outputs.read_run(chunk.extent.file, chunk.extent.offset, start, band.sizes, found.dtype)
+            return self.outputs.read(whole.crop(band), found.dtype)
         except FormatError as error:
             raise VerificationError(error.message) from error
 

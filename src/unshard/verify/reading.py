@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -51,11 +50,6 @@ class PlainReader:
             self._files.stop()
             raise
 
-    def read_run(self, file: SourceFile, base: int, start: int, sizes: Sequence[int], dtype: DType) -> Array:
-        """`sizes` elements from element `start` of a contiguous tensor whose first byte is `base`."""
-        data = self._read(file, base + start * dtype.itemsize, prod(sizes) * dtype.itemsize)
-        return data.view(dtype.numpy).reshape(tuple(sizes))
-
     def read(self, chunk: Chunk, dtype: DType) -> Array:
         """The elements of a chunk, cast to `dtype` (rounded to nearest even) where they are stored in another."""
         stored = self._read_strided(chunk)
@@ -84,7 +78,8 @@ class PlainReader:
 
         extent, sizes = chunk.extent, chunk.box.sizes
         if extent.is_contiguous(sizes):
-            return self.read_run(extent.file, extent.offset, 0, sizes, extent.dtype)
+            data = self._read(extent.file, extent.offset, chunk.size_in_bytes)
+            return data.view(extent.dtype.numpy).reshape(sizes)
         needed = chunk.size_in_bytes
         span = extent.span(sizes)
         if span <= max(SMALL_SPAN, WASTE * needed):
