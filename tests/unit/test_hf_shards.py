@@ -214,6 +214,15 @@ def test_a_gap_in_the_numbers(tmp_path: Path, shapes: Mapping[str, Shape] | None
     assert "a.weight: [2:4, 0:7]" in found
 
 
+def test_a_gap_may_be_the_end_of_a_tensor(tmp_path: Path) -> None:
+    """Shards 3 and 4 write another tensor: behind which of these the first one goes on, nothing tells."""
+    for rank in range(2):
+        write_shard(tmp_path, rank + 1, {"a.weight": cut_rows(MATRIX, 2, rank)})
+        write_shard(tmp_path, rank + 3, {"a.bias": cut_rows(VECTOR, 2, rank)})
+    (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    assert "must be missing: shard 2, or shards after number 4\n" in messages(read(tmp_path, SHAPES))
+
+
 def test_a_gap_that_holds_nothing_is_no_error_where_that_is_proven(tmp_path: Path) -> None:
     """Where replicas lie on neighbouring ranks and the lowest of them writes, every other rank has nothing to write."""
     for rank in range(2):

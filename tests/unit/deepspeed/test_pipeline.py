@@ -113,6 +113,13 @@ def test_all_missing_files_of_layers_are_named(shelf: Shelf) -> None:
         assert name in problem.message
 
 
+def test_missing_files_have_the_names_of_the_others(shelf: Shelf) -> None:
+    """Without an axis of tensor parallelism, no name has a rank of it."""
+    problems: list[UnshardError] = []
+    read_layers({(0, 0): shelf.put_all({"w": numbers(2)})}, ["0.w", "7.w"], problems, numbered=False)
+    assert "no layer_07-model_states.pt" in problems[0].message
+
+
 def test_names_cannot_claim_any_number_of_ranks() -> None:
     with pytest.raises(FormatError, match="more than any cluster"):
         read_layers({(0, 1 << 40): {}}, [], [])
@@ -147,6 +154,16 @@ def test_shared_modules_that_look_alike_are_refused(shelf: Shelf) -> None:
     with pytest.raises(FormatError, match="as `b` has") as caught:
         masters_of_layers(masters, parts)
     assert "--weights model" in (caught.value.hint or "")
+
+
+def test_a_shared_module_without_a_file_of_its_layer_is_missing(shelf: Shelf) -> None:
+    parts = [shelf.put_all({"1.norm": numbers(2), "2.norm": numbers(2)})]
+    masters = [shelf.put_all({"tied_modules.e.weight": numbers(4, 2), "1.norm": numbers(2), "2.norm": numbers(2)})]
+    with pytest.raises(
+        IncompleteError, match=r"`e` with weight, which no file of a layer has.* of layers 1-2"
+    ) as caught:
+        masters_of_layers(masters, parts)
+    assert "layer_*-model_states.pt" in (caught.value.hint or "")
 
 
 def test_masters_that_are_not_the_layers_are_refused(shelf: Shelf) -> None:

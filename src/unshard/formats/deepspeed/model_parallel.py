@@ -148,16 +148,22 @@ def _read_pipeline(
     widen: Callable[[Mapping[str, Tensor], Iterable[str]], dict[str, Tensor]],
     problems: list[UnshardError],
 ) -> tuple[list[dict[str, Tensor]], int]:
-    """Per tensor-parallel rank all parameters as `LL.name`, masters where there are any; and the number of stages."""
+    """Per tensor-parallel rank all parameters as `LL.name`, masters where there are any; and the number of stages.
+
+    Files that are missing or damaged are told alone, without the masters that then have no layers.
+    """
+    before = len(problems)
     contents = {place: read_state(file, place[1], problems) for place, file in sorted(files.layers.items())}
     stated = [name for state in states.values() for group in state.groups or () for name in group]
-    parts = read_layers(contents, stated, problems, least=max([_tensor_ranks(state) for state in states.values()]))
+    least = max([_tensor_ranks(state) for state in states.values()])
+    numbered = any("-model_0" in file.path.name for file in files.layers.values())
+    parts = read_layers(contents, stated, problems, least=least, numbered=numbered)
     stages = max(len(states) // len(parts), 1)
-    if not any(held):
+    if not any(held) or len(problems) > before:
         return parts, stages
     try:
         masters = masters_of_layers(held, parts)
-    except FormatError as error:
+    except UnshardError as error:
         problems.append(error)
         return parts, stages
     buffers = {name for state in states.values() for name in state.buffers}

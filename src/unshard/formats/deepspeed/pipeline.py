@@ -17,7 +17,7 @@ from unshard.checkpoint import Shape
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.megatron.sections import join_replicas
 from unshard.tensors import Tensor
-from unshard.words import items_in_lines, items_in_words
+from unshard.words import items_in_lines, items_in_words, ranges_in_words
 
 _OF_LAYER = re.compile(r"(\d{1,6})\.(.+)")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
@@ -32,12 +32,14 @@ def read_layers(
     problems: list[UnshardError],
     *,
     least: int = 1,
+    numbered: bool = True,
 ) -> list[dict[str, Tensor]]:
     """Per tensor-parallel rank, the parameters of all layers as `LL.name`.
 
     states: (layer, tensor rank) → the content of its file; at least one.
     stated: names in the `param_shapes` of all model-parallel ranks, each as often as ranks have it, which tell of files
             that are missing; least: how many tensor-parallel ranks there are at least.
+    numbered: whether the files' names tell the tensor-parallel rank.
 
     Raises FormatError for more ranks than can be.
     """
@@ -49,7 +51,7 @@ def read_layers(
     numbers |= {int(name.partition(".")[0]) for name in times}
     missing = [(layer, rank) for layer in sorted(numbers) for rank in range(ranks) if (layer, rank) not in states]
     if missing:
-        listed = items_in_words([_file_name(layer, rank) for layer, rank in missing])
+        listed = items_in_words([_file_name(layer, rank if numbered else None) for layer, rank in missing])
         are = "is" if len(missing) == 1 else "are"
         problems.append(
             IncompleteError(
@@ -63,8 +65,9 @@ def read_layers(
     return parts
 
 
-def _file_name(layer: int, rank: int) -> str:
-    return f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+def _file_name(layer: int, rank: int | None) -> str:
+    part = "" if rank is None else f"-model_{rank:02d}"
+    return f"layer_{layer:02d}{part}-model_states.pt"
 
 
 def outline(part: Mapping[str, Tensor]) -> dict[int, dict[str, Shape]]:
@@ -81,7 +84,8 @@ def masters_of_layers(
 ) -> list[dict[str, Tensor]]:
     """Per tensor-parallel rank, the masters of all its stages, by the names that `parts` (of `read_layers`) has.
 
-    masters: of each `mp_rank`, in their order. Raises FormatError where they cannot be told to belong to the layers.
+    masters: of each `mp_rank`, in their order. Raises FormatError where they cannot be told to belong to the layers,
+    IncompleteError where a shared module has no file.
     """
     ranks = len(parts)
     if len(masters) % ranks:
@@ -102,8 +106,8 @@ def masters_of_layers(
 def _tied_places(names: Sequence[str], part: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """`tied_modules.KEY.name` → the names of the layers that are this module: those with its parameters and no others.
 
-    A layer that uses the module through a function has no file. Raises FormatError where several modules look alike, or
-    none does.
+    A layer that uses the module through a function has no file. Raises FormatError where several modules look alike,
+    IncompleteError where no file has one.
     """
     tied: dict[str, set[str]] = defaultdict(set)
     with_masters = set()
@@ -118,10 +122,15 @@ def _tied_places(names: Sequence[str], part: Mapping[str, Tensor]) -> dict[str, 
         layers = [number for number, held in shared.items() if local <= held]
         rivals = [other for other, names_of_other in tied.items() if other != key and names_of_other == local]
         if not layers or rivals:
-            alike = f"as `{rivals[0]}` has" if rivals else "which no file of a layer has"
+            has = f"the optimizer has the shared module `{key}` with {items_in_words(sorted(local), 3)}"
+            if not layers:
+                there = ranges_in_words(outline(part))
+                raise IncompleteError(
+                    f"{has}, which no file of a layer has; there are those of layers {there}",
+                    hint="fetch all `layer_*-model_states.pt`: that of a layer which is shared may be missing",
+                )
             raise FormatError(
-                f"the optimizer has the shared module `{key}` with {items_in_words(sorted(local), 3)}, {alike}: which "
-                "layers it belongs to is not recorded",
+                f"{has}, as `{rivals[0]}` has: which layers it belongs to is not recorded",
                 hint="--weights model takes all parameters from the files of the layers",
             )
         places |= {f"tied_modules.{key}.{name}": tuple([f"{n}.{name}" for n in layers]) for name in local}

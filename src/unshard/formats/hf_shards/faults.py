@@ -66,9 +66,11 @@ class Faults:
 
     def _short(self, shards: Collection[ShardName]) -> UnshardError:
         found = {name: f"found {list(reach)}, expected {list(shape)}" for name, (reach, shape) in self.short.items()}
-        missing = [*list_partial(shards), f"shards after number {max([shard.shard for shard in shards])}"]
+        behind = f"shards after number {max([shard.shard for shard in shards])}"
+        gaps = [*list_missing(shards), *list_partial(shards)]
+        missing = f"{items_in_words(gaps)}, or {behind}" if gaps else behind
         text = f"the pieces of {count_in_words(len(found), 'tensor')} end before the shape does that the model has"
-        text += f", so that these must be missing: {items_in_words(missing)}\n{_lines(found)}"
+        text += f", so that these must be missing: {missing}\n{_lines(found)}"
         return IncompleteError(text, hint=f"{_ALSO}. If nothing is missing, config.json is another model's")
 
     def _overlapping(self, numbers: Collection[int]) -> UnshardError:

@@ -1,4 +1,4 @@
-"""What ZeRO-3 leaves behind when a model or an adapter is saved without gathering its parameters.
+"""What ZeRO leaves behind beside its own checkpoints: models, and placeholders of models that were not gathered.
 
 Under ZeRO-3 every parameter of the live module is a placeholder of shape [0]. `save_pretrained` writes these, or an
 empty file: an `adapter_model.safetensors` of 40 bytes (huggingface/peft issue 2892, huggingface/trl issue 4416). The
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from unshard.checkpoint import Note
 from unshard.errors import IncompleteError, UnshardError, merge_command
 from unshard.formats.deepspeed.files import find_tags
 from unshard.model_files import ADAPTER_WEIGHTS
@@ -37,6 +38,21 @@ def tell_placeholders(tensors: Mapping[str, Tensor], path: Path, *, is_adapter: 
     words = ("--adapter-only",) if is_adapter else ()
     command = merge_command(checkpoint or "global_stepN", *words)
     yield IncompleteError(message, hint=f"the values lie in DeepSpeed's own checkpoint: {command}")
+
+
+def tell_masters(path: Path) -> Iterator[Note]:
+    """A warning where a model lies beside DeepSpeed's own checkpoints, but no `latest` names one of these.
+
+    With `stage3_gather_16bit_weights_on_model_save`, Trainer writes the low-precision weights there as a model.
+    """
+    tags = find_tags(path) if path.is_dir() else []
+    if tags:
+        last = max(tags, key=_step)
+        yield Note(
+            f"the model beside DeepSpeed's own checkpoint {last.name} was taken, since no `latest` names that: for its "
+            f"fp32 masters, {merge_command(last)}",
+            level="warning",
+        )
 
 
 def _is_parameter(name: str) -> bool:

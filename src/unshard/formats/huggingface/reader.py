@@ -11,7 +11,7 @@ from unshard.errors import NotACheckpointError, UnshardError, command_line
 from unshard.formats.contract import Source
 from unshard.formats.hf_shards.file_names import find_shards_near
 from unshard.formats.huggingface.assets import find_assets, list_directory, read_config
-from unshard.formats.huggingface.placeholders import tell_placeholders
+from unshard.formats.huggingface.placeholders import tell_masters, tell_placeholders
 from unshard.formats.huggingface.weights import Weights, find_weights
 from unshard.model_files import ADAPTER_CONFIG
 from unshard.tensors import SourceFile
@@ -53,6 +53,7 @@ class HuggingFace:
         if not catalog.problems:
             catalog.problems += tell_placeholders(catalog.tensors, source.path, is_adapter=weights.is_adapter)
         notes, problems = _with_shards(source.path, catalog.notes, catalog.problems)
+        notes = [*notes, *tell_masters(source.path)]
         return Checkpoint(
             format=self.name,
             title=title[:1].upper() + title[1:],
