@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unshard.checkpoint import Note, Shape
 from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.deepspeed.weights import Widened
-from unshard.options import Weights as Choice
+from unshard.options import Weights
 from unshard.words import count_in_words, items_in_words
 
 _IN_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -36,7 +36,7 @@ class Account:
     notes: list[Note] = field(default_factory=list)
     widened: Widened = field(default_factory=Widened)
     excluded: dict[str, Shape] = field(default_factory=dict)
-    taken: Choice | None = None
+    taken: Weights | None = None
     mastered: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     master_kinds: Counter[str] = field(default_factory=Counter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unshard.checkpoint import Note
@@ -11,13 +11,13 @@ from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.account import Account
 from unshard.formats.deepspeed.experts import check_files, check_masters, is_expert, merge_files
 from unshard.formats.deepspeed.files import File, TagFiles
-from unshard.formats.deepspeed.gathering import read_pieces
 from unshard.formats.deepspeed.masters import join_partitions
+from unshard.formats.deepspeed.modules import read_module
 from unshard.formats.deepspeed.partitions import Partitions, read_partitions
 from unshard.formats.deepspeed.states import ModelStates
 from unshard.formats.deepspeed.stored import read_state
-from unshard.formats.deepspeed.weights import Weights, read_weights, same_parameters
-from unshard.options import Weights as Choice
+from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters
+from unshard.options import Weights
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
 
@@ -32,7 +32,7 @@ class RankReader:
     """
 
     files: TagFiles
-    wanted: Choice
+    wanted: Weights
     account: Account
 
     def read(self, rank: int, states: ModelStates) -> dict[str, Tensor]:
@@ -43,16 +43,11 @@ class RankReader:
         stage = partitions.stage if partitions else states.stage
         account.stage = max(account.stage, stage)
         masters = self._masters(states, partitions)
-        in_pieces = stage == 3 and states.frozen
         ranks = len(partitions.partitions) if partitions else None
-        pieces = read_pieces(self.files, states, rank, ranks, account.problems) if in_pieces else [states.pieces]
-        weights = read_weights(states, pieces, rank, stage, account.problems)
-        account.excluded |= weights.excluded
+        weights = read_module(self.files, states, rank, stage, ranks, account)
         self._add_experts(rank, states, weights)
-        account.kinds.update([one.dtype.name for name, one in weights.stored.items() if name not in states.buffers])
-        account.kinds.update([placeholder.dtype.name for placeholder in weights.rounded.values()])
         shared = same_parameters(states)
-        tensors = _ordered(self._choose(states, weights, masters, shared), weights.order, shared)
+        tensors = weights.in_order(self._choose(states, weights, masters, shared), shared)
         lost = [name for name in weights.rounded if name not in tensors]
         if lost and len(account.problems) == before:
             account.problems.append(_no_values(states, lost) if masters else _no_masters(states))
@@ -97,7 +92,7 @@ class RankReader:
                 Note(f"{text}: after a restart that may be so; else files of two saves are mixed", (), "warning")
             )
 
-    def _add_experts(self, rank: int, states: ModelStates, weights: Weights) -> None:
+    def _add_experts(self, rank: int, states: ModelStates, weights: ModuleWeights) -> None:
         files = {place[:2]: file for place, file in self.files.experts.items() if place[2] == rank}
         recorded = states.recorded.get("num_experts")
         if not files and not recorded:
@@ -110,11 +105,12 @@ class RankReader:
         contents = [read_state(file, rank, problems) for _, file in sorted(files.items(), key=_expert_order)]
         experts, contradictions = merge_files(contents)
         problems += contradictions
+        self.account.kinds.update([expert.dtype.name for expert in experts.values()])
         weights.stored |= experts
         weights.order += experts
 
     def _choose(
-        self, states: ModelStates, weights: Weights, masters: Mapping[str, Tensor], shared: Mapping[str, str]
+        self, states: ModelStates, weights: ModuleWeights, masters: Mapping[str, Tensor], shared: Mapping[str, str]
     ) -> dict[str, Tensor]:
         """Masters and what stands beside them, or the module's own weights."""
         account = self.account
@@ -122,7 +118,7 @@ class RankReader:
             return weights.stored
         if self.wanted == "model":
             account.taken = "model"
-            return {name: _round(tensor, weights) for name, tensor in masters.items()} | weights.stored
+            return {name: weights.round(tensor) for name, tensor in masters.items()} | weights.stored
         account.taken = "master"
         account.mastered += len(masters)
         account.master_kinds.update([tensor.dtype.name for tensor in masters.values()])
@@ -137,21 +133,6 @@ class RankReader:
 
 def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
     return -1 if item[0][0] is None else item[0][0], item[0][1]
-
-
-def _ordered(tensors: Mapping[str, Tensor], order: Iterable[str], shared: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors in that order, then the others; further names of shared parameters get the tensor of the other."""
-    whole = dict(tensors)
-    for name, other in shared.items():
-        if name not in whole and other in whole:
-            whole[name] = whole[other].rename(name)
-    names = dict.fromkeys([*order, *whole])
-    return {name: whole[name] for name in names if name in whole}
-
-
-def _round(tensor: Tensor, weights: Weights) -> Tensor:
-    placeholder = weights.rounded.get(tensor.name)
-    return tensor if placeholder is None else tensor.cast(placeholder.dtype)
 
 
 def _no_values(states: ModelStates, names: Sequence[str]) -> UnshardError:

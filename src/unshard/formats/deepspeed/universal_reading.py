@@ -26,12 +26,13 @@ from unshard.formats.contract import Source
 from unshard.formats.deepspeed.account import Account
 from unshard.formats.deepspeed.experts import is_expert
 from unshard.formats.deepspeed.files import File, TagFiles, find_files
-from unshard.formats.deepspeed.gathering import read_first_states, read_pieces
+from unshard.formats.deepspeed.gathering import read_first_states
 from unshard.formats.deepspeed.megatron_args import read_args
 from unshard.formats.deepspeed.model_parallel import WholeModel, join_model, missing_ranks
+from unshard.formats.deepspeed.modules import read_module
 from unshard.formats.deepspeed.states import ModelStates
 from unshard.formats.deepspeed.universal import MASTER, ZERO, place_of, pointer_in
-from unshard.formats.deepspeed.weights import Weights, read_weights, same_parameters
+from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters
 from unshard.formats.state_dict import read_whole, what_it_is
 from unshard.formats.surroundings import look_around
 from unshard.formats.torch_file import StoredTensor, read_torch_file
@@ -112,7 +113,10 @@ class _Reader:
         account, first = self.account, self.states[min(self.states)]
         account.stage, account.taken = first.stage, self.source.weights
         account.problems += _refuse_names(self.states.values())
-        weights = {rank: self._read_module(rank, states) for rank, states in self.states.items()}
+        weights = {
+            rank: read_module(self.files, states, rank, states.stage, None, account)
+            for rank, states in self.states.items()
+        }
         module = self._join(self.files, self.states, {rank: held.stored for rank, held in weights.items()})
         own, shared = weights[min(weights)], same_parameters(first)
         if account.taken == "model" and first.stage < 3:
@@ -120,7 +124,7 @@ class _Reader:
         account.problems += [*_refuse_undeclared(self.states), *_refuse_round_robin(first)]
         masters = self._read_masters(files, {name for held in weights.values() for name in held.order})
         if account.taken == "model":
-            masters = {name: _round(tensor, own) for name, tensor in masters.items()}
+            masters = {name: own.round(tensor) for name, tensor in masters.items()}
         whole = self._join(TagFiles(), {0: self._with_rows_as_cut(first)}, {0: masters})
         if len(self.states) > 1:
             account.problems += self._compare(whole.tensors, module.tensors)
@@ -129,18 +133,6 @@ class _Reader:
         if account.taken == "master":
             beside = account.widened.widen(beside, (), first.buffers)
         return self._in_order(whole, beside | dict(whole.tensors), own, shared)
-
-    def _read_module(self, rank: int, states: ModelStates) -> Weights:
-        problems = self.account.problems
-        in_pieces = states.stage == 3 and states.frozen
-        pieces = read_pieces(self.files, states, rank, None, problems) if in_pieces else [states.pieces]
-        weights = read_weights(states, pieces, rank, states.stage, problems)
-        self.account.kinds.update(
-            [one.dtype.name for name, one in weights.stored.items() if name not in states.buffers]
-        )
-        self.account.kinds.update([placeholder.dtype.name for placeholder in weights.rounded.values()])
-        self.account.excluded |= weights.excluded
-        return weights
 
     def _join(
         self, files: TagFiles, states: Mapping[int, ModelStates], held: Mapping[int, Mapping[str, Tensor]]
@@ -192,16 +184,14 @@ class _Reader:
         return _misfits(wrong)
 
     def _in_order(
-        self, whole: WholeModel, tensors: Mapping[str, Tensor], own: Weights, shared: Mapping[str, str]
+        self, whole: WholeModel, tensors: Mapping[str, Tensor], own: ModuleWeights, shared: Mapping[str, str]
     ) -> WholeModel:
         """`whole` with these tensors in the order of the module; second names get the tensor of the other."""
-        twice = {name: tensors[other].rename(name) for name, other in shared.items() if other in tensors}
-        named = {**twice, **tensors}
+        named = own.in_order(tensors, shared)
         lost = [name for name in own.rounded if name not in named]
         if lost and not self.account.problems:
             self.account.problems.append(_no_values(lost))
-        order = dict.fromkeys([*own.order, *named])
-        return replace(whole, tensors={name: named[name] for name in order if name in named})
+        return replace(whole, tensors=named)
 
 
 def _notes(account: Account) -> Iterator[Note]:
@@ -250,11 +240,6 @@ def _fits(found: Shape, shapes: Sequence[Shape], *, is_cut: bool) -> bool:
 
 def _in_words(shapes: Sequence[Shape]) -> str:
     return " and ".join([str(list(shape)) for shape in dict.fromkeys(shapes)])
-
-
-def _round(tensor: Tensor, weights: Weights) -> Tensor:
-    placeholder = weights.rounded.get(tensor.name)
-    return tensor if placeholder is None else tensor.cast(placeholder.dtype)
 
 
 def _refuse_names(states: Iterable[ModelStates]) -> Iterator[UnshardError]:

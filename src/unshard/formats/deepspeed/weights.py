@@ -51,7 +51,7 @@ class Widened:
 
 
 @dataclass(slots=True)
-class Weights:
+class ModuleWeights:
     """The tensors of one model-parallel rank as its files of model states have them.
 
     stored:   name → tensor; parameters that only lie in partitions are not among it.
@@ -65,10 +65,25 @@ class Weights:
     excluded: dict[str, Shape]
     order: list[str]
 
+    def round(self, tensor: Tensor) -> Tensor:
+        """A master in the type in which the module held the parameter, where it lies in partitions only."""
+        placeholder = self.rounded.get(tensor.name)
+        return tensor if placeholder is None else tensor.cast(placeholder.dtype)
+
+    def in_order(self, tensors: Mapping[str, Tensor], shared: Mapping[str, str]) -> dict[str, Tensor]:
+        """The tensors in the order of the module, then the others.
+
+        shared: further name → name of parameters that have two; where the further one is not there, it gets the tensor
+        of the other.
+        """
+        twice = {name: tensors[other].rename(name) for name, other in shared.items() if other in tensors}
+        named = {**twice, **tensors}
+        return {name: named[name] for name in dict.fromkeys([*self.order, *named]) if name in named}
+
 
 def read_weights(
     states: ModelStates, pieces: Sequence[FrozenPieces], rank: int, stage: int, problems: list[UnshardError]
-) -> Weights:
+) -> ModuleWeights:
     """The weights in the model states of one model-parallel rank `rank`, trained with ZeRO's `stage`.
 
     pieces: those of frozen parameters on all data-parallel ranks, at stages below 3 on one; none where some of them are
@@ -77,7 +92,7 @@ def read_weights(
     partitioned = {name: shape for group in states.groups or () for name, shape in group.items()}
     expected = partitioned | dict(states.frozen_shapes)
     expected |= {name: expected[other] for name, other in states.shared.items() if other in expected}
-    weights = Weights({}, {}, {}, list(states.module))
+    weights = ModuleWeights({}, {}, {}, list(states.module))
     wrong: list[str] = []
     for name, value in states.module.items():
         if not isinstance(value, StoredTensor):
@@ -109,7 +124,7 @@ def read_weights(
 
 
 def _read_frozen(
-    states: ModelStates, pieces: Sequence[FrozenPieces], weights: Weights, problems: list[UnshardError]
+    states: ModelStates, pieces: Sequence[FrozenPieces], weights: ModuleWeights, problems: list[UnshardError]
 ) -> None:
     """The frozen parameters that the module has no values of, from `frozen_param_fragments`."""
     for name, shape in states.frozen_shapes.items():
