@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from unshard.checkpoint import Note, Shape
 from unshard.errors import IncompleteError, UnshardError
+from unshard.formats.deepspeed.absent import FETCH, missing_in_words
 from unshard.formats.deepspeed.weights import Widened
 from unshard.options import Weights
-from unshard.words import count_in_words, items_in_words
+from unshard.words import count_in_words
 
 _IN_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _LOW = ("BF16", "F16")
@@ -49,14 +50,8 @@ class Account:
         """Say what only all `model_ranks` together tell of missing optimizer states."""
         if self.bare and has_optimizer:
             names = [f"*zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt" for rank in self.bare]
-            are = "is" if len(names) == 1 else "are"
-            self.problems.append(
-                IncompleteError(
-                    f"optimizer states of {len(names)} of {model_ranks} model-parallel ranks {are} missing: no "
-                    f"{items_in_words(names)}",
-                    hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
-                )
-            )
+            text = f"optimizer states of {missing_in_words(names, f'{model_ranks:,} model-parallel ranks')}"
+            self.problems.append(IncompleteError(text, hint=FETCH))
         elif self.bare:
             self.taken = "model"
 

@@ -20,8 +20,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.deepspeed.absent import missing_in_words
 from unshard.tensors import Tensor
-from unshard.words import items_in_words, names_in_words
+from unshard.words import names_in_words
 
 _EXPERT = re.compile(r"(.*\bdeepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)")
 _DATA_FIRST = "use_data_before_expert_parallelism"
@@ -60,9 +61,8 @@ def check_files(found: Collection[tuple[int | None, int]], recorded: object, mod
     there = set(found)
     missing = [_file_name(layer, expert, model_rank) for layer, expert in expected if (layer, expert) not in there]
     if missing:
-        are = "is" if len(missing) == 1 else "are"
         yield IncompleteError(
-            f"{len(missing)} of {len(expected)} files of experts {are} missing: no {items_in_words(missing)}",
+            missing_in_words(missing, f"{len(expected):,} files of experts"),
             hint="fetch the missing files: each expert of each MoE layer has one of its own, and no other file has it",
         )
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.deepspeed.absent import FETCH, missing_in_words
 from unshard.formats.deepspeed.files import File, TagFiles
 from unshard.formats.deepspeed.partitions import MAX_RANKS
 from unshard.formats.deepspeed.states import FrozenPieces, ModelStates, read_frozen_pieces, read_model_states
-from unshard.words import items_in_lines, items_in_words
+from unshard.words import items_in_lines
 
 Read = TypeVar("Read")
 
@@ -44,13 +45,9 @@ def read_pieces(
         elif (one := first.pieces if file == first.file else _try(read_frozen_pieces, file, faults)) is not None:
             found.append(one)
     if missing:
-        faults.append(
-            IncompleteError(
-                f"each data-parallel rank has a piece of each frozen parameter; of {count:,} files of model states "
-                f"{len(missing):,} {'is' if len(missing) == 1 else 'are'} missing: no {items_in_words(missing)}",
-                hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
-            )
-        )
+        told = missing_in_words(missing, f"{count:,} files of model states")
+        text = f"each data-parallel rank has a piece of each frozen parameter; {told}"
+        faults.append(IncompleteError(text, hint=FETCH))
     faults += _check_steps(found)
     problems += faults
     return [] if faults else found

@@ -12,6 +12,7 @@ from typing import Any
 from unshard.checkpoint import Dialect, Note
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.contract import Source
+from unshard.formats.deepspeed.absent import FETCH, missing_in_words
 from unshard.formats.deepspeed.experts import refuse_other_experts
 from unshard.formats.deepspeed.files import TagFiles
 from unshard.formats.deepspeed.megatron_args import read_args
@@ -59,11 +60,7 @@ def missing_ranks(states: Mapping[int, ModelStates]) -> Iterable[UnshardError]:
         raise FormatError(f"model states speak of {count:,} model-parallel ranks, more than any cluster has")
     missing = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(count) if rank not in states]
     if missing:
-        yield IncompleteError(
-            f"{len(missing)} of {count} model-parallel ranks {'is' if len(missing) == 1 else 'are'} missing: no "
-            f"{items_in_words(missing)}",
-            hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
-        )
+        yield IncompleteError(missing_in_words(missing, f"{count:,} model-parallel ranks"), hint=FETCH)
 
 
 def join_model(

@@ -15,6 +15,7 @@ from typing import Any
 from unshard.checkpoint import Note
 from unshard.dtypes import F32
 from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.deepspeed.absent import FETCH
 from unshard.formats.deepspeed.files import File
 from unshard.formats.torch_file import Opaque, StoredTensor, read_torch_file
 from unshard.words import count_in_words, items_in_lines, ranks_in_words
@@ -119,7 +120,7 @@ def _check(first: Partition, found: Mapping[int, Partition], files: Mapping[int,
         yield IncompleteError(
             f"the masters are partitioned over {first.ranks} data-parallel ranks; {ranks_in_words(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing:\n{listed}",
-            hint="fetch these files, or name the place where they are with --also DIR (node-local disks)",
+            hint=FETCH,
         )
     for attribute, what in _OF_ONE_SAVE:
         kinds: dict[Any, list[int]] = {}

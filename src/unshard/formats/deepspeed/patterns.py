@@ -25,7 +25,6 @@ _LONGEST = 500
 _MOST_PATTERNS = 1000
 LONGEST_NAME = 400
 """Of names that may be matched: what a few quantifiers take grows with a power of it."""
-_LISTED = 20
 
 
 class Patterns(Generic[Found]):
@@ -49,8 +48,7 @@ class Patterns(Generic[Found]):
             raise FormatError(f"universal_checkpoint_info has over {_MOST_PATTERNS:,} patterns that are not names")
         if refused:
             raise FormatError(
-                "universal_checkpoint_info has patterns of names that are of no known kind:\n"
-                + items_in_lines(refused, _LISTED)
+                "universal_checkpoint_info has patterns of names that are of no known kind:\n" + items_in_lines(refused)
             )
 
     def find(self, name: str) -> Found | None:

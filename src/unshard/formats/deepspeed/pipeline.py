@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from unshard.checkpoint import Shape
 from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.formats.deepspeed.absent import missing_in_words
 from unshard.formats.megatron.sections import join_replicas
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines, items_in_words, ranges_in_words
 
 _OF_LAYER = re.compile(r"(\d{1,6})\.(.+)")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
-_LISTED = 20
 _MOST_RANKS = 1 << 12
 _ONE_RUN = "files of different checkpoints may be mixed here"
 
@@ -51,11 +51,10 @@ def read_layers(
     numbers |= {int(name.partition(".")[0]) for name in times}
     missing = [(layer, rank) for layer in sorted(numbers) for rank in range(ranks) if (layer, rank) not in states]
     if missing:
-        listed = items_in_words([_file_name(layer, rank if numbered else None) for layer, rank in missing])
-        are = "is" if len(missing) == 1 else "are"
+        names = [_file_name(layer, rank if numbered else None) for layer, rank in missing]
         problems.append(
             IncompleteError(
-                f"{len(missing)} of {len(numbers) * ranks} files of layers {are} missing: no {listed}",
+                missing_in_words(names, f"{len(numbers) * ranks:,} files of layers"),
                 hint="fetch the missing files: one per layer of the pipeline, and per tensor-parallel rank",
             )
         )
@@ -150,6 +149,6 @@ def _join_stages(own: Mapping[str, Sequence[Tensor]], part: Mapping[str, Tensor]
         yield name, join_replicas(tensors).rename(name)
     if wrong:
         raise FormatError(
-            f"the optimizer's parameters are not those of the layers' files:\n{items_in_lines(wrong, _LISTED)}",
+            f"the optimizer's parameters are not those of the layers' files:\n{items_in_lines(wrong)}",
             hint=_ONE_RUN,
         )

@@ -21,8 +21,6 @@ from unshard.options import Weights
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
 
-_LISTED = 20
-
 
 @dataclass(frozen=True, slots=True)
 class RankReader:
@@ -138,7 +136,7 @@ def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
 def _no_values(states: ModelStates, names: Sequence[str]) -> UnshardError:
     return IncompleteError(
         f"{states.file.name}: has placeholders of shape [0] for these, and neither masters nor pieces of them lie "
-        f"anywhere:\n{items_in_lines(names, _LISTED)}",
+        f"anywhere:\n{items_in_lines(names)}",
         hint="the model states of data-parallel rank 0 tell which parameters have two names: are they here?",
     )
 

@@ -16,7 +16,6 @@ from unshard.formats.deepspeed.rank_reader import RankReader
 from unshard.formats.surroundings import look_around
 from unshard.words import items_in_lines, items_in_words
 
-_LISTED = 20
 _PARENTS = 2
 """How far above a tag a config may lie: Trainer's `checkpoint-N`, accelerate's `pytorch_model` in a directory."""
 
@@ -65,7 +64,7 @@ def _two_runs(files: TagFiles) -> Iterator[UnshardError]:
         told = [f"{one.name} and {other.name}" for one, other in pairs]
         yield IncompleteError(
             f"files of two runs lie here; of each pair, one file is of another stage or precision:\n"
-            f"{items_in_lines(told, _LISTED)}",
+            f"{items_in_lines(told)}",
             hint="move the files of the other run out of the directory",
         )
 

@@ -1,8 +1,8 @@
-"""Files that hold nothing but tensors by name: those of experts, and those of a pipeline's layers."""
+"""Tensors by name in DeepSpeed's files, and files that hold nothing else: experts', and a pipeline's layers'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from unshard.errors import FormatError, UnshardError
 from unshard.formats.deepspeed.files import File
@@ -10,8 +10,6 @@ from unshard.formats.state_dict import find_state_dict, is_tensor, read_whole
 from unshard.formats.torch_file import StoredTensor, UnsupportedTensor, read_torch_file
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
-
-_LISTED = 20
 
 
 def read_state(file: File, rank: int, problems: list[UnshardError]) -> dict[str, Tensor]:
@@ -31,19 +29,28 @@ def _read(content: Mapping[str, object], file: File, rank: int) -> dict[str, Ten
     read: dict[str, Tensor] = {}
     wrong: list[str] = []
     for name, value in content.items():
-        if isinstance(value, StoredTensor):
-            try:
-                read[name] = Tensor(name, value.dtype, value.shape, read_whole(value, rank))
-            except FormatError as error:
-                wrong.append(f"{name}: {error.message}")
-        elif is_tensor(value):
-            reason = value.reason if isinstance(value, UnsupportedTensor) else "is of a class that is not read"
-            wrong.append(f"{name}: this tensor {reason}")
-    _refuse(wrong, file)
+        try:
+            tensor = read_entry(name, value, rank)
+        except FormatError as error:
+            wrong.append(f"{name}: {error.message}")
+            continue
+        if tensor is not None:
+            read[name] = tensor
+    if wrong:
+        raise unreadable(wrong, file)
     return read
 
 
-def _refuse(wrong: Iterable[str], file: File) -> None:
-    lines = list(wrong)
-    if lines:
-        raise FormatError(f"{file.name}: entries that cannot be read:\n{items_in_lines(lines, _LISTED)}")
+def read_entry(name: str, value: object, rank: int | None) -> Tensor | None:
+    """The tensor of an entry, whole; None where it is no tensor. Raises FormatError where it cannot be read."""
+    if isinstance(value, StoredTensor):
+        return Tensor(name, value.dtype, value.shape, read_whole(value, rank))
+    if is_tensor(value):
+        reason = value.reason if isinstance(value, UnsupportedTensor) else "is of a class that is not read"
+        raise FormatError(f"this tensor {reason}")
+    return None
+
+
+def unreadable(lines: Sequence[str], file: File) -> FormatError:
+    """The error of entries that cannot be read, of which each line names one and says why."""
+    return FormatError(f"{file.name}: entries that cannot be read:\n{items_in_lines(lines)}")

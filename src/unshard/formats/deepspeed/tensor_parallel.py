@@ -22,7 +22,6 @@ from unshard.formats.megatron.sections import join_along, join_replicas
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines, names_in_words, ranks_in_words
 
-_LISTED = 20
 _EMBEDDING = "embedding.word_embeddings.weight"
 _BY_HAND = "say how they lie in the table `[axes]` of a file, and give that with --map FILE"
 _ONE_RUN = "files of different checkpoints may be mixed here"
@@ -114,14 +113,11 @@ class _Joining:
         if self.unknown:
             yield IncompleteError(
                 f"how do {self.ranks} model-parallel ranks share these? The checkpoint has no "
-                "universal_checkpoint_info, and the names are not Megatron's:\n"
-                + items_in_lines(self.unknown, _LISTED),
+                "universal_checkpoint_info, and the names are not Megatron's:\n" + items_in_lines(self.unknown),
                 hint=_BY_HAND,
             )
         if self.wrong:
-            yield IncompleteError(
-                f"shards cannot be put together:\n{items_in_lines(self.wrong, _LISTED)}", hint=_BY_HAND
-            )
+            yield IncompleteError(f"shards cannot be put together:\n{items_in_lines(self.wrong)}", hint=_BY_HAND)
         for absent, names in self.lacking.items():
             have = "have" if len(absent) > 1 else "has"
             yield IncompleteError(

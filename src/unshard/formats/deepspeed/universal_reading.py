@@ -42,7 +42,6 @@ from unshard.words import count_in_words, items_in_lines, names_in_words
 _PARENTS = 2
 """How far above the directory a config may lie, as with the tag that it was made from."""
 _MAX_FOLDERS = 500_000
-_LISTED = 20
 _LOW = {"BF16": "bf16", "F16": "fp16"}
 _PIPELINE = re.compile(r"\d+\..+|tied_modules\..+")
 _ORIGINAL = "read the checkpoint that it was made from: unshard inspect DIR"
@@ -298,7 +297,7 @@ def _without_file(shapes: Iterable[str], files: Mapping[str, File | None]) -> It
         are = "is" if len(missing) == 1 else "are"
         yield IncompleteError(
             f"{len(missing):,} of {count_in_words(len(names), 'file')} of masters {are} missing:\n"
-            + items_in_lines(missing, _LISTED),
+            + items_in_lines(missing),
             hint=_AGAIN,
         )
 
@@ -313,13 +312,13 @@ def _unknown(names: Sequence[str]) -> Iterator[UnshardError]:
 
 def _misfits(wrong: Sequence[str]) -> Iterator[UnshardError]:
     if wrong:
-        yield IncompleteError(f"masters of shapes that do not fit:\n{items_in_lines(wrong, _LISTED)}", hint=_AGAIN)
+        yield IncompleteError(f"masters of shapes that do not fit:\n{items_in_lines(wrong)}", hint=_AGAIN)
 
 
 def _no_values(names: Sequence[str]) -> UnshardError:
     return IncompleteError(
         f"the model states have placeholders of shape [0] for these, and no folder in {ZERO}/ has their values:\n"
-        + items_in_lines(names, _LISTED),
+        + items_in_lines(names),
         hint=_AGAIN,
     )
 

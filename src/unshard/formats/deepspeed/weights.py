@@ -14,13 +14,13 @@ from unshard.dtypes import BF16, F16, F32
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.masters import join_pieces
 from unshard.formats.deepspeed.states import FrozenPieces, ModelStates
-from unshard.formats.state_dict import is_tensor, read_whole
-from unshard.formats.torch_file import StoredTensor, UnsupportedTensor
+from unshard.formats.deepspeed.stored import read_entry, unreadable
+from unshard.formats.state_dict import read_whole
+from unshard.formats.torch_file import StoredTensor
 from unshard.tensors import Tensor
-from unshard.words import count_in_words, items_in_lines
+from unshard.words import count_in_words
 
 _LOW = (BF16, F16)
-_LISTED = 20
 
 
 @dataclass(slots=True)
@@ -95,26 +95,22 @@ def read_weights(
     weights = ModuleWeights({}, {}, {}, list(states.module))
     wrong: list[str] = []
     for name, value in states.module.items():
-        if not isinstance(value, StoredTensor):
-            if is_tensor(value):
-                reason = value.reason if isinstance(value, UnsupportedTensor) else "is of a class that is not read"
-                wrong.append(f"{name}: this tensor {reason}")
-            continue
-        shape = expected.get(name, value.shape)
-        is_placeholder = name in expected or (stage == 3 and name not in states.buffers)
-        if value.shape == (0,) and is_placeholder and expected.get(name) != (0,):
+        may_be_elsewhere = name in expected or (stage == 3 and name not in states.buffers)
+        if isinstance(value, StoredTensor) and value.shape == (0,) and may_be_elsewhere and expected.get(name) != (0,):
             weights.rounded[name] = value
-        elif value.shape != shape and name in partitioned:
-            wrong.append(f"{name}: {list(value.shape)} in the module, {list(shape)} in `param_shapes`")
-        else:
-            try:
-                weights.stored[name] = Tensor(name, value.dtype, value.shape, read_whole(value, rank))
-            except FormatError as error:
-                wrong.append(f"{name}: {error.message}")
+            continue
+        try:
+            tensor = read_entry(name, value, rank)
+        except FormatError as error:
+            wrong.append(f"{name}: {error.message}")
+            continue
+        shape = partitioned.get(name)
+        if tensor is not None and shape not in (None, tensor.shape):
+            wrong.append(f"{name}: {list(tensor.shape)} in the module, {list(shape or ())} in `param_shapes`")
+        elif tensor is not None:
+            weights.stored[name] = tensor
     if wrong:
-        problems.append(
-            FormatError(f"{states.file.name}: entries that cannot be read:\n{items_in_lines(wrong, _LISTED)}")
-        )
+        problems.append(unreadable(wrong, states.file))
     _read_frozen(states, pieces, weights, problems)
     known = weights.stored.keys() | partitioned.keys() | states.shared.keys()
     if pieces:
