@@ -56,7 +56,8 @@ def truth_of(directory: Path) -> dict[str, bytes]:
 def all_cases() -> list[golden_set.GoldenCase]:
     cases = [*golden_set.committed_cases(), *golden_set.larger_cases()]
     kept = [case for case in cases if not case.name.startswith((*golden_set.MEGATRON_KINDS, "dcp_zstd"))]
-    return [case for case in kept if (case.directory / "truth" / "model.safetensors").is_file()]
+    whole = [case for case in kept if "excluded" not in case.name and "exclfrozen" not in case.name]
+    return [case for case in whole if (case.directory / "truth" / "model.safetensors").is_file()]
 
 
 RENAMED = ("lora", "moe", "mixtral", "vl", "wrapped")
