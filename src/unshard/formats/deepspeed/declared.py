@@ -18,17 +18,26 @@ All others are cut along axis 0. AutoTP cuts unevenly where it must: the first r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from unshard.errors import FormatError
 from unshard.formats.deepspeed import affine
 from unshard.formats.deepspeed.patterns import LONGEST_NAME, Patterns
 from unshard.formats.megatron.sections import join_along, join_replicas
 from unshard.tensors import Tensor, concat
+from unshard.words import one_line, shorten
 
-Widths = tuple[tuple[int, ...], ...]
+Widths: TypeAlias = tuple[tuple[int, ...], ...]
 """Per part of a parameter, how much of it each rank holds."""
+
+_KINDS = {
+    "tp_replicated_parameter_patterns": "replicated",
+    "parameter_to_average_patterns": "averaged",
+    "parameter_with_2_sub_params_cat_dim_0": "gated",
+    "parameter_with_row_parallelism_patterns": "axis 1",
+}
+_MOST_PARTS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,36 +76,23 @@ def join_parts(shards: Sequence[Tensor], axis: int, widths: Widths) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """A `universal_checkpoint_info`, read; raises FormatError where it cannot be followed.
+    """A `universal_checkpoint_info`, read: what is said of parameters, by patterns of their names.
 
-    buffers: names of persistent buffers, of which no pattern speaks: each rank has all of them.
+    maps:        how they lie, as `affine_map` has it.
+    kinds:       "replicated", "averaged", "gated" or "axis 1".
+    parts:       of which parts they are.
+    unsupported: why DeepSpeed itself declares no way to put them together.
+    vocabulary:  they are padded behind `rows` (`original_vocab_size`, not checked; None where it is not recorded).
+    buffers:     names of persistent buffers, of which no pattern speaks: each rank has all of them.
     """
 
-    recorded: Mapping[str, Any]
+    maps: Patterns[Any]
+    kinds: Patterns[str]
+    parts: Patterns[Parts]
+    unsupported: Patterns[str]
+    vocabulary: Patterns[bool]
+    rows: object
     buffers: Collection[str]
-    maps: Patterns[Any] = field(init=False)
-    kinds: Patterns[str] = field(init=False)
-    parts: Patterns[Parts] = field(init=False)
-    unsupported: Patterns[bool] = field(init=False)
-    vocabulary: Patterns[bool] = field(init=False)
-
-    def __post_init__(self) -> None:
-        kinds = {
-            "tp_replicated_parameter_patterns": "replicated",
-            "parameter_to_average_patterns": "averaged",
-            "parameter_with_2_sub_params_cat_dim_0": "gated",
-            "parameter_with_row_parallelism_patterns": "axis 1",
-        }
-        said = [(pattern, kind) for key, kind in kinds.items() for pattern in self._list(key)]
-        unsupported = self.recorded.get("autotp_unsupported_parameter_patterns") or ()
-        for name, value in (
-            ("maps", Patterns(self._maps())),
-            ("kinds", Patterns(said)),
-            ("parts", Patterns(self._parts())),
-            ("unsupported", Patterns([(pattern, True) for pattern in unsupported])),
-            ("vocabulary", Patterns([(pattern, True) for pattern in self._list("vocabulary_parameter_patterns")])),
-        ):
-            object.__setattr__(self, name, value)
 
     def join(self, name: str, shards: Sequence[Tensor]) -> tuple[str, Tensor]:
         """In words how a parameter is shared, and the whole of it. Raises ValueError where shards do not fit."""
@@ -106,19 +102,24 @@ class Declaration:
             )
         words, joined = self._join(name, shards)
         if self.vocabulary.find(name):
-            rows = self.recorded.get("original_vocab_size")
-            if rows is not None and (type(rows) is not int or not 0 < rows <= (*joined.shape, 0)[0]):
-                raise ValueError(f"{name}: of shape {list(joined.shape)}, but original_vocab_size is {rows!r}")
-            joined = joined if rows is None else joined.slice(0, 0, rows)
+            joined = self._cut_rows(joined, name)
         return words, joined
+
+    def _cut_rows(self, tensor: Tensor, name: str) -> Tensor:
+        if self.rows is None:
+            return tensor
+        if not isinstance(self.rows, int) or not 0 < self.rows <= (*tensor.shape, 0)[0]:
+            raise ValueError(f"{name}: of shape {list(tensor.shape)}, but original_vocab_size is {self.rows!r}")
+        return tensor.slice(0, 0, self.rows)
 
     def _join(self, name: str, shards: Sequence[Tensor]) -> tuple[str, Tensor]:
         recorded = self.maps.find(name)
         if recorded is not None:
             return "as its affine map says", affine.join_pieces(recorded, shards)
         kind = self.kinds.find(name)
-        if kind is None and self.unsupported.find(name):
-            raise ValueError(f"{name}: DeepSpeed itself declares no way to put its shards together")
+        reason = self.unsupported.find(name) if kind is None else None
+        if reason is not None:
+            raise ValueError(f"{name}: DeepSpeed itself declares no way to put its shards together: {reason}")
         if kind == "averaged":
             raise ValueError(f"{name}: each rank trained a copy of its own, and the parameter is declared their mean")
         if kind == "replicated" or (kind is None and (name in self.buffers or not shards[0].ndim)):
@@ -133,43 +134,60 @@ class Declaration:
         axis = 1 if kind == "axis 1" else 0
         return f"axis {axis}", join_along(shards, axis)
 
-    def _list(self, key: str) -> Sequence[Any]:
-        patterns = self.recorded.get(key) or ()
-        if not isinstance(patterns, (list, tuple)):
-            raise FormatError(f"universal_checkpoint_info: `{key}` is no list")
-        return patterns
-
-    def _maps(self) -> Sequence[tuple[object, Any]]:
-        maps = self.recorded.get("affine_map") or {}
-        if not isinstance(maps, Mapping) or not isinstance(maps.get("params", {}), Mapping):
-            raise FormatError("universal_checkpoint_info: `affine_map` is no table of maps")
-        version = maps.get("version", affine.VERSION)
-        if type(version) is not int or version > affine.VERSION:
-            raise FormatError(
-                f"universal_checkpoint_info has affine maps of version {version!r}; {affine.VERSION} is read",
-                hint="this DeepSpeed is newer than what is known here: is there a newer release of unshard?",
-            )
-        return list(maps.get("params", {}).items())
-
-    def _parts(self) -> Sequence[tuple[object, Parts]]:
-        widths = self.recorded.get("sub_param_shard_widths") or {}
-        found: list[tuple[object, Parts]] = []
-        try:
-            for entry in self._list("parameter_with_sub_params"):
-                found += [(pattern, _read_parts(entry, widths.get(pattern))) for pattern in entry["patterns"]]
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-            raise FormatError("universal_checkpoint_info: `parameter_with_sub_params` is malformed") from None
-        return found
-
 
 def read_declaration(recorded: object, buffers: Collection[str]) -> Declaration:
     """Raises FormatError where it cannot be followed."""
     if not isinstance(recorded, Mapping):
         raise FormatError(f"universal_checkpoint_info is a {type(recorded).__name__}, not a dict")
-    return Declaration(recorded, buffers)
+    return Declaration(
+        maps=Patterns(_read_maps(recorded.get("affine_map") or {})),
+        kinds=Patterns([(pattern, kind) for key, kind in _KINDS.items() for pattern in _list(recorded, key)]),
+        parts=Patterns(_read_all_parts(recorded)),
+        unsupported=Patterns(_read_unsupported(recorded.get("autotp_unsupported_parameter_patterns") or {})),
+        vocabulary=Patterns([(pattern, True) for pattern in _list(recorded, "vocabulary_parameter_patterns")]),
+        rows=recorded.get("original_vocab_size"),
+        buffers=buffers,
+    )
 
 
-def _read_parts(entry: Mapping[str, Any], widths: object) -> Parts:
+def _list(recorded: Mapping[str, Any], key: str) -> Sequence[Any]:
+    entries = recorded.get(key) or ()
+    if not isinstance(entries, (list, tuple)):
+        raise FormatError(f"universal_checkpoint_info: `{key}` is no list")
+    return entries
+
+
+def _read_unsupported(reasons: object) -> Sequence[tuple[object, str]]:
+    if not isinstance(reasons, Mapping):
+        raise FormatError("universal_checkpoint_info: `autotp_unsupported_parameter_patterns` is no table of reasons")
+    return [(pattern, one_line(shorten(str(reason), 200))) for pattern, reason in reasons.items()]
+
+
+def _read_maps(maps: object) -> Sequence[tuple[object, Any]]:
+    params = maps.get("params", {}) if isinstance(maps, Mapping) else None
+    if not isinstance(maps, Mapping) or not isinstance(params, Mapping):
+        raise FormatError("universal_checkpoint_info: `affine_map` is no table of maps")
+    version = maps.get("version", affine.VERSION)
+    if type(version) is not int or version > affine.VERSION:
+        raise FormatError(
+            f"universal_checkpoint_info has affine maps of version {version!r}; {affine.VERSION} is read",
+            hint="this DeepSpeed is newer than what is known here: pip install --upgrade unshard",
+        )
+    return list(params.items())
+
+
+def _read_all_parts(recorded: Mapping[str, Any]) -> Sequence[tuple[object, Parts]]:
+    widths = recorded.get("sub_param_shard_widths") or {}
+    found: list[tuple[object, Parts]] = []
+    try:
+        for entry in _list(recorded, "parameter_with_sub_params"):
+            found += [(pattern, _read_parts(entry, widths.get(pattern))) for pattern in entry["patterns"]]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        raise FormatError("universal_checkpoint_info: `parameter_with_sub_params` is malformed") from None
+    return found
+
+
+def _read_parts(entry: Mapping[str, Any], widths: Any) -> Parts:
     """Raises ValueError, and what indexing raises, where the entry is malformed."""
     axis = entry["partition_dim"]
     sizes = entry["shape"][axis]
@@ -178,13 +196,10 @@ def _read_parts(entry: Mapping[str, Any], widths: object) -> Parts:
         raise ValueError("no axis or sizes")
     if isinstance(sizes, int) and not 0 < sizes <= _MOST_PARTS:
         raise ValueError("no number of parts")
-    held = None if widths is None else tuple([tuple(part) for part in widths])  # type: ignore[attr-defined]
+    held = None if widths is None else tuple([tuple(part) for part in widths])
     if held is not None and not all(_are_sizes(part) for part in held):
         raise ValueError("no widths")
     return Parts(axis, sizes, held)
-
-
-_MOST_PARTS = 1 << 10
 
 
 def _are_sizes(values: Sequence[object]) -> bool:
