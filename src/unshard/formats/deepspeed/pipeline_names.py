@@ -18,7 +18,7 @@ modules of transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unshard.checkpoint import Dialect, Note, Shape
@@ -41,36 +41,56 @@ class Naming:
     notes: tuple[Note, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of model.
+
+    mark:     a name that each block has, and no other layer; its group is what may stand before the block's names.
+    block:    what a block's parameter becomes, of the block's number and the name in it.
+    name_end: the name of a parameter of another layer, of its local name, its shape, and whether the layer stands
+              behind the blocks; None where that is not known.
+    """
+
+    dialect: Dialect
+    mark: re.Pattern[str]
+    block: str
+    name_end: Callable[[str, Shape, bool], str | None]
+
+
 def name_layers(layers: Mapping[int, Mapping[str, Shape]]) -> Naming:
     """Names for all parameters, where `layers` has, by their numbers, those with a file: local name → shape.
 
     Raises IncompleteError where blocks are missing between others.
     """
-    for pattern, naming in ((_MEGATRON_BLOCK, _megatron_name), (_HF_BLOCK, _huggingface_name)):
-        blocks = {number: found for number, names in layers.items() if (found := _prefix(pattern, names)) is not None}
-        if not blocks:
-            continue
-        _check_run(sorted(blocks))
-        first, last = min(blocks), max(blocks)
-        names, unknown = {}, []
-        for number, local in layers.items():
-            for name, shape in local.items():
-                if number in blocks:
-                    inner = name.removeprefix(blocks[number])
-                    full: str | None = _BLOCK_NAMES[naming].format(number - first, inner)
-                else:
-                    full = naming(name, shape, number > last)
-                unknown += [f"{number}.{name}"] if full is None else []
-                names[f"{number}.{name}"] = full or f"{number}.{name}"
-        dialect: Dialect = "megatron" if naming is _megatron_name else "huggingface"
-        return Naming(names, dialect, _notes(unknown))
+    for kind in _KINDS:
+        blocks = {number: found for number, names in layers.items() if (found := _prefix(kind.mark, names)) is not None}
+        if blocks:
+            return _name(layers, blocks, kind)
     names = {f"{number}.{name}": f"{number}.{name}" for number, local in layers.items() for name in local}
     return Naming(names, "huggingface", _notes(list(names)))
 
 
-def _prefix(pattern: re.Pattern[str], names: Mapping[str, Shape]) -> str | None:
+def _name(layers: Mapping[int, Mapping[str, Shape]], blocks: Mapping[int, str], kind: _Kind) -> Naming:
+    """`blocks`: the number of each block → what stands before all of its names."""
+    _check_run(sorted(blocks))
+    first, last = min(blocks), max(blocks)
+    names: dict[str, str] = {}
+    unknown: list[str] = []
+    for number, local in layers.items():
+        for name, shape in local.items():
+            stored = f"{number}.{name}"
+            if number in blocks:
+                names[stored] = kind.block.format(number - first, name.removeprefix(blocks[number]))
+                continue
+            found = kind.name_end(name, shape, number > last)
+            names[stored] = found or stored
+            unknown += [] if found else [stored]
+    return Naming(names, kind.dialect, _notes(unknown))
+
+
+def _prefix(mark: re.Pattern[str], names: Mapping[str, Shape]) -> str | None:
     """What stands before all names of a block, mostly nothing; None where this is no block."""
-    match = next((found for name in names if (found := pattern.fullmatch(name))), None)
+    match = next((found for name in names if (found := mark.fullmatch(name))), None)
     return match[1] if match and all(name.startswith(match[1]) for name in names) else None
 
 
@@ -104,7 +124,10 @@ def _megatron_name(name: str, shape: Shape, behind: bool) -> str | None:
     return heads.get(name)
 
 
-_BLOCK_NAMES = {_huggingface_name: "model.layers.{}.{}", _megatron_name: "language_model.encoder.layers.{}.{}"}
+_KINDS = (
+    _Kind("megatron", _MEGATRON_BLOCK, "language_model.encoder.layers.{}.{}", _megatron_name),
+    _Kind("huggingface", _HF_BLOCK, "model.layers.{}.{}", _huggingface_name),
+)
 
 
 def _notes(unknown: Sequence[str]) -> tuple[Note, ...]:
