@@ -42,18 +42,17 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
     reference = open_reference(options.shapes_from) if options.shapes_from else None
     config = _given_config(options.config)
     shapes = ShapeTeller(reference, config)
-    axes, told = _given_axes(options.map), told_facts(options, config)
     source = Source(
         place,
-        options.also,
-        shapes,
-        shapes.unordered,
-        axes,
-        told,
-        options.weights or "master",
-        options.model_key,
-        shapes.by_names,
-        options.repair_index,
+        also=options.also,
+        known_shapes=shapes,
+        named_shapes=shapes.by_names,
+        reference=shapes.unordered,
+        axes=_given_axes(options.map),
+        told=told_facts(options, config),
+        weights=options.weights or "master",
+        model_key=options.model_key,
+        repair_index=options.repair_index,
     )
     checkpoint = found.read(source)
     problems = (*checkpoint.problems, *_contradictions(checkpoint, options))

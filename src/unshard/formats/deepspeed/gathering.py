@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from functools import partial
 
-from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.errors import IncompleteError, UnshardError
 from unshard.formats.deepspeed.absent import FETCH, missing_in_words
 from unshard.formats.deepspeed.files import File, TagFiles
 from unshard.formats.deepspeed.partitions import MAX_RANKS
 from unshard.formats.deepspeed.states import FrozenPieces, ModelStates, read_frozen_pieces, read_model_states
+from unshard.formats.deepspeed.stored import attempt
 from unshard.words import items_in_lines
-
-Read = TypeVar("Read")
 
 
 def read_first_states(files: TagFiles, problems: list[UnshardError]) -> dict[int, ModelStates]:
@@ -20,7 +19,7 @@ def read_first_states(files: TagFiles, problems: list[UnshardError]) -> dict[int
     firsts: dict[int, File] = {}
     for (_, rank), file in sorted(files.model.items(), key=lambda item: _order(item[0][0])):
         firsts.setdefault(rank, file)
-    read = {rank: _try(read_model_states, file, problems) for rank, file in sorted(firsts.items())}
+    read = {rank: attempt(partial(read_model_states, file), problems) for rank, file in sorted(firsts.items())}
     states = {rank: one for rank, one in read.items() if one is not None}
     problems += _check_steps(states.values())
     return states
@@ -42,8 +41,9 @@ def read_pieces(
         file = files.model.get((data_rank, rank))
         if file is None:
             missing.append(f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}_model_states.pt")
-        elif (one := first.pieces if file == first.file else _try(read_frozen_pieces, file, faults)) is not None:
-            found.append(one)
+            continue
+        pieces = first.pieces if file == first.file else attempt(partial(read_frozen_pieces, file), faults)
+        found += [] if pieces is None else [pieces]
     if missing:
         told = missing_in_words(missing, f"{count:,} files of model states")
         text = f"each data-parallel rank has a piece of each frozen parameter; {told}"
@@ -51,14 +51,6 @@ def read_pieces(
     faults += _check_steps(found)
     problems += faults
     return [] if faults else found
-
-
-def _try(read: Callable[[File], Read], file: File, problems: list[UnshardError]) -> Read | None:
-    try:
-        return read(file)
-    except FormatError as error:
-        problems.append(error)
-        return None
 
 
 def _order(data_rank: int | None) -> int:

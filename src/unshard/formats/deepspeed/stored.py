@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from unshard.errors import FormatError, UnshardError
 from unshard.formats.deepspeed.files import File
@@ -11,21 +13,28 @@ from unshard.formats.torch_file import StoredTensor, UnsupportedTensor, read_tor
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
 
+Read = TypeVar("Read")
+
+
+def attempt(read: Callable[[], Read], problems: list[UnshardError]) -> Read | None:
+    """What `read` gives; None, and a problem more, where it cannot be read."""
+    try:
+        return read()
+    except FormatError as error:
+        problems.append(error)
+        return None
+
 
 def read_state(file: File, rank: int, problems: list[UnshardError]) -> dict[str, Tensor]:
     """The tensors of a file, whole, as rank `rank` of the model-parallel ones stored them.
 
     What cannot be read is added to `problems`; then the file is taken for empty.
     """
-    try:
-        content, _ = find_state_dict(read_torch_file(file.path, file.name).root, str(file.name))
-        return _read(content, file, rank)
-    except FormatError as error:
-        problems.append(error)
-        return {}
+    return attempt(partial(_read, file, rank), problems) or {}
 
 
-def _read(content: Mapping[str, object], file: File, rank: int) -> dict[str, Tensor]:
+def _read(file: File, rank: int) -> dict[str, Tensor]:
+    content, _ = find_state_dict(read_torch_file(file.path, file.name).root, str(file.name))
     read: dict[str, Tensor] = {}
     wrong: list[str] = []
     for name, value in content.items():
