@@ -38,7 +38,16 @@ class Saved:
         file.write(path)
 
 
+@dataclass(frozen=True)
+class Hole:
+    """A tensor of this shape, of zeros that take no room on the disk."""
+
+    shape: tuple[int, ...]
+
+
 def _encode(file: RankFile, entry: Any) -> bytes:
+    if isinstance(entry, Hole):
+        return file.tensor(entry.shape)
     if isinstance(entry, np.ndarray):
         return file.tensor(entry)
     if isinstance(entry, Mapping):

@@ -12,10 +12,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from field_cases import warnings
+from field_cases import copy_case, merge, refuse, same, truth, warnings
 
+import dcp_bytes as db
+import hf_shard_bytes as hb
 import unshard
+from fsdp_bytes import numbers
 from golden.tensor_files import Stored, read_tensors
 from golden_set import GoldenCase, Run, committed_cases
 
@@ -129,3 +133,76 @@ def is_named(file: str, text: str) -> bool:
     if rank := re.search(r"rank_?(\d+)|__(\d+)\.metadata", file):
         return bool(re.search(rf"\branks? {rank[1] or rank[2]}\b", text))
     return False
+
+
+# Files of several saves ----------------------------------------------------------------------------------------------
+
+
+def test_files_of_a_larger_world_are_left_over_in_a_dcp_directory(tmp_path: Path) -> None:
+    """Automodel#3261: a directory that was used again. The metadata tell which files are of the save."""
+    tensors = {"a.weight": numbers(12, 3), "b.weight": numbers(7, 2, start=50)}
+    db.save(tmp_path / "ckpt", {name: array + 1 for name, array in tensors.items()}, 4)
+    for file in (tmp_path / "ckpt").glob("__[01]_*"):
+        file.unlink()
+    db.save(tmp_path / "ckpt", tensors, 2)
+    assert same(merge(tmp_path / "ckpt", tmp_path / "out", weights_only=True)[1], tensors)
+
+
+@pytest.mark.parametrize("other", ["world", "model", "dtype", "width"])
+def test_dcp_files_of_another_save_are_named(other: str, tmp_path: Path) -> None:
+    """LlamaFactory#1253: saves of several worlds or runs in one directory, whose files have the same names."""
+    tensors = {"a.weight": numbers(12, 3), "b.weight": numbers(8, 2, start=50)}
+    source = db.save(tmp_path / "ckpt", tensors, 2)
+    changed = {
+        "world": tensors,
+        "model": {"a.weight": numbers(12, 5), "b.weight": numbers(8, 2)},
+        "dtype": {name: array.astype(np.int64) for name, array in tensors.items()},
+        "width": {name: array.astype(np.float16) for name, array in tensors.items()},
+    }[other]
+    strange = db.save(tmp_path / "other", changed, 3 if other == "world" else 2)
+    shutil.copyfile(strange / "__1_0.distcp", source / "__1_0.distcp")
+    assert "__1_0.distcp" in refuse(source, tmp_path / "out", weights_only=True).message
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (3, 2), (2, 4), (4, 2)])
+def test_shards_of_two_worlds_are_never_joined(ranks: tuple[int, int], tmp_path: Path) -> None:
+    """The same of torch's safetensors shards, which have no metadata: what fits together by chance must be one save."""
+    tensors = {"a.weight": numbers(12, 3), "b.weight": numbers(7, 2, start=50)}
+    hb.write_ranks(tmp_path / "ckpt", {name: array + 1 for name, array in tensors.items()}, ranks[0])
+    hb.write_ranks(tmp_path / "ckpt", tensors, ranks[1])
+    if ranks[0] < ranks[1]:
+        assert same(merge(tmp_path / "ckpt", tmp_path / "out", weights_only=True)[1], tensors)
+    else:
+        assert "several saves" in refuse(tmp_path / "ckpt", tmp_path / "out", weights_only=True).message
+
+
+@pytest.mark.parametrize("kind", ["DCP", "shards"])
+def test_tensors_without_elements_come_out(kind: str, tmp_path: Path) -> None:
+    """peft#2892, trl#4416: a shape with a zero is no sign of damage, where it is the tensor's own."""
+    tensors = {
+        "empty": numbers(0, 4),
+        "a.weight": numbers(5, 3),
+        "b.empty": numbers(3, 0),
+        "scalar": np.array(7.0, np.float32),
+    }
+    if kind == "DCP":
+        source = db.save(tmp_path / "ckpt", tensors, 4)
+    else:
+        source = tmp_path / "ckpt"
+        hb.write_ranks(source, tensors, 4)
+    assert same(merge(source, tmp_path / "out", weights_only=True)[1], tensors)
+
+
+@pytest.mark.parametrize("latest", ["global_step9", "../run", "/etc", "", "global_step1/", "\0", "x" * 9999])
+@pytest.mark.parametrize("case", ["deepspeed_z2_bf16", "deepspeed_z3_universal"])
+def test_tag_that_is_not_there_is_never_another_one(case: str, latest: str, tmp_path: Path) -> None:
+    """DeepSpeed#7663: `latest` names what was not copied, or nothing; it leads out of the directory never."""
+    golden = next(golden for golden in committed_cases() if golden.name == case)
+    source = copy_case(case, tmp_path / "run")
+    tracker = next(path for path in source.iterdir() if path.name.startswith("latest"))
+    tracker.write_text(latest)
+    options = _options(golden, golden.runs[0])
+    if latest == "global_step9":
+        assert "global_step9" in refuse(source, tmp_path / "out", **options).message
+    else:
+        assert merge(source, tmp_path / "out", **options)[1] == truth(case)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -12,9 +14,12 @@ import numpy as np
 import pytest
 from field_cases import copy_case, merge, refuse, same, truth, warnings, words
 
+import torch_bytes as opcodes
+import unshard
 from deepspeed_bytes import BF16, Job, Weights, weights
-from fsdp_bytes import write_json
+from fsdp_bytes import RankFile, world, write_json
 from golden.tensor_files import read_tensors
+from unshard.errors import OutputError
 
 TOY = {"model_type": "toy", "architectures": ["ToyForCausalLM"]}
 TRAINED = weights({"embed_tokens.weight": (11, 3), "layers.0.weight": (3, 7)})
@@ -61,6 +66,17 @@ def test_experts_lie_in_files_of_their_own(weights: str, tmp_path: Path) -> None
     assert merged == truth("deepspeed_moe_ep2_w4", part)
 
 
+def test_optimizer_states_of_experts_are_no_obstacle(tmp_path: Path) -> None:
+    """DeepSpeed#4497, Megatron-DeepSpeed#300: without ZeRO, a MoE job saves `expp_rank_*` beside the experts."""
+    source = copy_case("deepspeed_moe_ep2_w4", tmp_path / "run")
+    for file in (source / "global_step1").glob("*zero_pp_rank_*"):
+        file.unlink()
+    for rank in range(2):
+        (source / f"global_step1/expp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"whatever")
+    merged = merge(source, tmp_path / "out", weights_only=True, weights="model")[1]
+    assert merged == truth("deepspeed_moe_ep2_w4", "truth16")
+
+
 def test_frozen_weights_are_not_passed_off_as_masters(tmp_path: Path) -> None:
     """DeepSpeed PR#8378: a function named fp32 gave frozen parameters in bf16, and said nothing."""
     frozen = weights({"base.weight": (5, 4)}, dtype=BF16)
@@ -103,6 +119,77 @@ def test_ranks_whose_files_are_missing_are_all_named(stage: int, tmp_path: Path)
     assert "over 6 data-parallel ranks; ranks 4-5 are missing" in error
     assert "pp_rank_4_mp_rank_00_optim_states.pt" in error
     assert "pp_rank_5_mp_rank_00_optim_states.pt" in error
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_of_two_nodes_come_where_they_belong(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed#6691, PR#7601: right on one node; on two, ranks were taken for others, and the loss began anew."""
+    job = Job(stage, 12, [TRAINED, weights({"head.weight": (29, 3)}, start=500)])
+    run = write_run(tmp_path / "node0", job)
+    there = tmp_path / "node1/global_step7"
+    there.mkdir(parents=True)
+    for rank in range(1, 12, 2):
+        for file in (run / "global_step7").glob(f"*zero_pp_rank_{rank}_*"):
+            file.rename(there / file.name)
+    report, merged = merge(run, tmp_path / "out", also=[there.parent])
+    assert same(merged, job.masters())
+    assert "12 ranks" in report.checkpoint
+    unshard.verify(tmp_path / "out", against=write_run(tmp_path / "whole", job))
+    assert "ranks 1, 3, 5, 7, 9, 11 are missing" in str(refuse(run, tmp_path / "no"))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_partitions_that_are_taken_for_one_another_are_found(stage: int, tmp_path: Path) -> None:
+    """The same: nobody compared where the fragments of parameters lie with where the rank says they do."""
+    run = write_run(tmp_path / "run", Job(stage, 3, [TRAINED]))
+    first, second, _ = sorted((run / "global_step7").glob("*optim_states.pt"))
+    first.rename(tmp_path / "kept")
+    second.rename(first)
+    (tmp_path / "kept").rename(second)
+    assert "`param_shapes`" in refuse(run, tmp_path / "out").message
+
+
+@pytest.mark.parametrize("layout", ["one buffer", "rows and columns"])
+def test_views_into_one_buffer_come_out_apart(layout: str, tmp_path: Path) -> None:
+    """safetensors#202, #304, transformers#28630: the module's parameters are views into DeepSpeed's flat buffers."""
+    flat = (np.arange(40) / 7).astype(BF16)
+    places = {"a": ((4, 3), (3, 1), 0), "b": ((5,), (1,), 12), "c": ((3, 7), (7, 1), 17)}
+    if layout == "rows and columns":
+        places = {"a": ((4, 3), (1, 4), 5), "b": ((5,), (7,), 0), "c": ((4, 3), (3, 1), 5)}
+    file = RankFile(world(1), 0)
+    buffer = file.keep(flat)
+    file.add_opcodes(
+        "module", opcodes.mapping({name: opcodes.tensor(buffer, *place) for name, place in places.items()})
+    )
+    (tmp_path / "run/global_step7").mkdir(parents=True)
+    file.write(tmp_path / "run/global_step7/mp_rank_00_model_states.pt")
+    write_json(tmp_path / "run/config.json", TOY)
+    expected = {
+        name: np.lib.stride_tricks.as_strided(flat[start:], shape, [2 * step for step in strides])
+        for name, (shape, strides, start) in places.items()
+    }
+    assert same(merge(tmp_path / "run", tmp_path / "out")[1], expected)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_disk_is_known_before_the_first_byte(
+    stage: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-DeepSpeed#343: BLOOM-7b filled 3.5 TB with temporary fragments, where 84 GB were expected."""
+    run = write_run(tmp_path / "run", Job(stage, 2, [weights({"weight": (1000, 3)})]))
+    nearly_full = os.statvfs_result((512, 512, 9999, 2, 2, 99, 99, 99, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: nearly_full)
+    error = refuse(run, tmp_path / "out")
+    assert isinstance(error, OutputError)
+    assert re.search(r"1[23]\.\d kB are needed, 1\.02 kB are free", error.message)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+def test_parameters_without_elements_take_no_place(stage: int | None, tmp_path: Path) -> None:
+    """trl#4416: shapes of [0] are placeholders under ZeRO-3; a parameter may have no elements all the same."""
+    shapes = {"first": (0,), "a": (5, 3), "empty": (0, 4), "b": (2,), "last": (3, 0)}
+    job = Job(stage, 4, [weights(shapes), weights({"alone": (0, 2)}), weights({"head": (1,)}, start=90)])
+    assert same(merge(write_run(tmp_path / "run", job), tmp_path / "out")[1], job.masters())
 
 
 def test_directory_that_a_smaller_world_used_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults from the field in what a merge takes: memory that grows with the model, and plans that take an hour."""
+"""Faults from the field in what a merge takes: memory and disk that grow with the checkpoint, plans of an hour."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import dcp_bytes
+import hf_shard_bytes
+from deepspeed_bytes import Hole, Job
 from fsdp_bytes import Mesh, RankFile, rank_path, world, write_json, write_ranks
 from megatron_bytes import FILE, Decoder, write_rank
 from synthetic import dense_70b
@@ -28,7 +32,8 @@ from unshard.cli import main
 code = main(sys.argv[1:])
 status = open("/proc/self/status").read().splitlines()
 peak = next(line.split()[1] for line in status if line.startswith("VmHWM:"))
-print(peak, time.process_time(), file=sys.stderr)
+moved = dict(line.split(": ") for line in open("/proc/self/io").read().splitlines())
+print(moved["rchar"], moved["wchar"], peak, time.process_time(), file=sys.stderr)
 sys.exit(code)
 """
 MIB = 1 << 20
@@ -43,10 +48,15 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Usage:
-    """Peak resident memory in MB (10**6 bytes), and seconds of processor time: other processes do not change them."""
+    """Peak resident memory in MB (10**6 bytes), and seconds of processor time: other processes do not change them.
+
+    read, written: MB that went through system calls, Python's own modules among them.
+    """
 
     memory: float
     seconds: float
+    read: float
+    written: float
 
 
 def measure(*arguments: object) -> Usage:
@@ -54,9 +64,9 @@ def measure(*arguments: object) -> Usage:
     words = [sys.executable, "-c", MEASURED, *map(str, arguments)]
     ended = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False, text=True)
     assert ended.returncode == 0, ended.stderr
-    peak, seconds = ended.stderr.split()[-2:]
-    usage = Usage(int(peak) * 1024 / 1e6, float(seconds))
-    print(f"{arguments[0]} {' '.join(map(str, arguments[3:]))}: {usage.memory:.0f} MB, {usage.seconds:.1f} s")
+    read, written, peak, seconds = ended.stderr.split()[-4:]
+    usage = Usage(int(peak) * 1024 / 1e6, float(seconds), int(read) / 1e6, int(written) / 1e6)
+    print(f"{arguments[0]} {' '.join(map(str, arguments[3:]))}: {usage}")
     return usage
 
 
@@ -78,6 +88,71 @@ def test_memory_does_not_grow_with_the_model(dtype: str, verify: str, limit: int
     small, large = (usage.memory for usage in usages.values())
     assert large <= limit
     assert large <= 1.1 * small
+
+
+def write_zero(directory: Path, stage: int, weights: Mapping[str, tuple[int, ...]]) -> Path:
+    """ZeRO's partitions of four ranks: masters of ones, moments that are holes of 3.6 GB per rank."""
+    job = Job(stage, 4, [{name: np.ones(shape, np.float32) for name, shape in weights.items()}])
+    files = job.files()
+    for name, saved in files.items():
+        if name.endswith("optim_states.pt"):
+            moments = {name: Hole((450_000_000,)) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum")}
+            state = saved.content["optimizer_state_dict"]
+            state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] = {"state": {0: moments}}
+    return job.write(directory, files)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_are_neither_held_nor_read(stage: int, place: Path) -> None:
+    """DeepSpeed#1062, #4025, #6526, LlamaFactory#509: RAM filled with states of the optimizer; BLOOM's took 3.5 TB.
+
+    Of a 14 GB checkpoint with 67 MB of masters, these are read to be written and again to be compared with the model,
+    and nothing is written but the model.
+    """
+    source = write_zero(place / "global_step7", stage, {f"layers.{n}.weight": (2048, 1024) for n in range(8)})
+    assert sum(file.stat().st_size for file in source.iterdir()) > 14e9
+    usage = measure("merge", source, place / "out", "--weights-only")
+    size = (place / "out/model.safetensors").stat().st_size / 1e6
+    assert 67 < size < 68
+    assert usage.memory <= 80
+    assert usage.read <= 3 * size + 20
+    assert usage.written <= size + 1
+
+
+def write_dcp(directory: Path, weights: Mapping[str, tuple[int, ...]]) -> Path:
+    """A model of four ranks in torch's DCP, and an optimizer three times its size."""
+    arrays = {f"model.{name}": np.ones(shape, np.float32) for name, shape in weights.items()}
+    moments = {
+        f"optim.state.{name}.{kind}": array for name, array in arrays.items() for kind in ("exp_avg", "exp_avg_sq")
+    }
+    return dcp_bytes.sharded(directory, arrays | moments, 4).finish()
+
+
+def write_hf_shards(directory: Path, weights: Mapping[str, tuple[int, ...]]) -> Path:
+    """A model of four ranks in torch's safetensors shards."""
+    hf_shard_bytes.write_ranks(directory, {name: np.ones(shape, np.float32) for name, shape in weights.items()}, 4)
+    return directory
+
+
+WRITERS: Mapping[str, Callable[[Path, Mapping[str, tuple[int, ...]]], Path]] = {
+    "DCP": write_dcp,
+    "shards": write_hf_shards,
+    "ZeRO-2": lambda directory, weights: write_zero(directory, 2, weights),
+    "ZeRO-3": lambda directory, weights: write_zero(directory, 3, weights),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_slices_are_read_whatever_the_layout(kind: str, place: Path) -> None:
+    """Automodel#1093, Automodel#2690, mergekit#107, llm-foundry#1220: full tensors, or all of them, in memory."""
+    shapes = {"one": (32768, 1024), **{f"layers.{number}.weight": (2048, 1024) for number in range(4)}}
+    source = WRITERS[kind](place / "checkpoint", shapes)
+    usage = measure("merge", source, place / "out", "--weights-only", "--max-shard-size", "100MB")
+    size = sum(file.stat().st_size for file in (place / "out").iterdir()) / 1e6
+    assert 167 < size < 169
+    assert usage.memory <= 80
+    assert usage.read <= 3 * size + 20
+    assert usage.written <= size + 1
 
 
 WIDE: Mapping[str, tuple[tuple[int, ...], Mesh, tuple[int, ...]]] = {

@@ -273,7 +273,7 @@ def test_a_type_other_than_recorded_is_named(tmp_path: Path) -> None:
     for name in ("v", "w"):
         writer.declare(name, (2,), "bfloat16")
         writer.write(name, (0,), np.ones(2, np.float32))
-    assert "the metadata record BF16 where F32 is stored: 2 tensors (`v`, `w`)" in str(
+    assert "the metadata record BF16 where F32 is stored: 2 tensors (`v`, `w`), in __0_0.distcp" in str(
         only_problem(read(writer.finish()))
     )
 
@@ -292,7 +292,7 @@ def test_a_shape_other_than_recorded_is_named(tmp_path: Path) -> None:
     writer.write("w", (0, 0), np.ones((2, 2), np.float32))
     writer.write("w", (2, 0), np.ones((1, 2), np.float32), sizes=(2, 2))
     container = read(writer.finish())
-    assert "w: recorded [2:4, 0:2], of shape [2, 2]; stored [1, 2]" in str(only_problem(container))
+    assert "w: recorded [2:4, 0:2], of shape [2, 2]; stored [1, 2] in __0_0.distcp" in str(only_problem(container))
     assert len(container.tensors["w"].chunks) == 1
 
 
@@ -314,8 +314,9 @@ def test_damaged_items_are_told_up_to_a_number(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
     problems = read(tmp_path).problems
     assert len(problems) == 21
-    assert "`w0`: __0_0.distcp: the item at byte 0: the tensor is an object of class torch._utils._rebuild_tensor_v9" in str(
-        problems[0]
+    assert (
+        "`w0`: __0_0.distcp: the item at byte 0: the tensor is an object of class torch._utils._rebuild_tensor_v9"
+        in str(problems[0])
     )
     assert "10 more pieces cannot be read" in str(problems[-1])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.tensors import SourceFile
-from unshard.words import count_in_words, items_in_lines, names_in_words
+from unshard.words import count_in_words, items_in_lines, items_in_words, names_in_words
 
 _LISTED = 20
 _ALSO = "if the files of the other ranks lie elsewhere, add their folder: --also DIR"
@@ -23,7 +23,7 @@ class Faults:
     unplaced:    pieces that the metadata give no place.
     unheld:      element types that safetensors cannot hold.
     transformed: ways of writing that are not undone, and what to do about it.
-    retyped:     what is recorded and what is stored, where they are two types.
+    retyped:     what is recorded and what is stored, where they are two types; the tensors, each with a file of it.
     reshaped:    pieces of another shape than is recorded.
     damaged:     pieces that cannot be read at all.
     """
@@ -33,7 +33,7 @@ class Faults:
     unplaced: dict[str, int] = field(default_factory=dict)
     unheld: dict[str, list[str]] = field(default_factory=dict)
     transformed: dict[tuple[str, str | None], list[str]] = field(default_factory=dict)
-    retyped: dict[str, list[str]] = field(default_factory=dict)
+    retyped: dict[str, dict[str, SourceFile]] = field(default_factory=dict)
     reshaped: dict[str, str] = field(default_factory=dict)
     damaged: list[FormatError] = field(default_factory=list)
 
@@ -52,8 +52,9 @@ class Faults:
             yield FormatError(f"elements of type {dtype}, which safetensors cannot hold: {_tensors(held)}")
         for (how, hint), held in self.transformed.items():
             yield FormatError(f"{how}: {_tensors(held)}", hint=hint)
-        for types, held in self.retyped.items():
-            yield FormatError(f"the metadata record {types}: {_tensors(held)}", hint=_COPY)
+        for types, files in self.retyped.items():
+            there = items_in_words(sorted({str(file) for file in files.values()}))
+            yield FormatError(f"the metadata record {types}: {_tensors([*files])}, in {there}", hint=_COPY)
         if self.reshaped:
             lines = [f"{name}: {what}" for name, what in self.reshaped.items()]
             text = f"pieces have other shapes than the metadata record:\n{items_in_lines(lines, _LISTED)}"

@@ -109,7 +109,7 @@ class TensorReader:
         recorded = self.metadata.tensors[request.name].dtype
         if stored.dtype is not recorded:
             types = f"{recorded} where {stored.dtype} is stored"
-            self.faults.retyped.setdefault(types, []).append(request.name)
+            self.faults.retyped.setdefault(types, {})[request.name] = file.name
             return None
         return stored
 
@@ -126,7 +126,8 @@ class TensorReader:
                 settled.append(name)
                 continue
             box, _, stored = next(piece for piece in pieces if not _fits(piece))
-            self.faults.reshaped[name] = f"recorded {box}, of shape {list(box.sizes)}; stored {list(stored.shape)}"
+            what = f"recorded {box}, of shape {list(box.sizes)}; stored {list(stored.shape)}"
+            self.faults.reshaped[name] = f"{what} in {stored.extent.file}" if stored.extent else what
             found[name] = [piece for piece in pieces if _fits(piece)]
         if settled:
             self.notes.append(Note(_SETTLED, tuple(settled)))

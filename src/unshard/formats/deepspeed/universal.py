@@ -20,7 +20,7 @@ from pathlib import Path
 
 from unshard.checkpoint import Checkpoint
 from unshard.formats.contract import Source
-from unshard.formats.deepspeed.files import LATEST, is_of_tag, read_latest
+from unshard.formats.deepspeed.files import LATEST, find_tags, is_of_tag, read_latest
 
 LATEST_UNIVERSAL = "latest_universal"
 """The file in which a directory of tags names the last one that was converted."""
@@ -43,7 +43,10 @@ class DeepSpeedUniversal:
 
     def detect(self, path: Path) -> str | None:
         """By file names, and by `latest` and `latest_universal`."""
-        return "a universal checkpoint of DeepSpeed" if place_of(path) else None
+        if place_of(path):
+            return "a universal checkpoint of DeepSpeed"
+        lost = lost_place(path)
+        return f"a directory of universal checkpoints without the latest, {lost[0].name}" if lost else None
 
     def read(self, source: Source) -> Checkpoint:
         """The catalog. Raises FormatError and IncompleteError where no model states can be read."""
@@ -66,6 +69,17 @@ def place_of(path: Path) -> Path | None:
         return path
     name = read_latest(path, pointer_in(path))
     return path / name if name is not None and _is_universal(path / name) else None
+
+
+def lost_place(path: Path) -> tuple[Path, list[Path]] | None:
+    """What `latest_universal` names where that is not there, and the universal checkpoints that are; None otherwise."""
+    if not path.is_dir() or pointer_in(path) == LATEST:
+        return None
+    name = read_latest(path, LATEST_UNIVERSAL)
+    if name is None or (path / name).exists():
+        return None
+    there = [tag for tag in find_tags(path) if _is_universal(tag)]
+    return (path / name, there) if there else None
 
 
 def pointer_in(directory: Path) -> str:

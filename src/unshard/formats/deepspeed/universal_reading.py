@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 
 from unshard.checkpoint import Checkpoint, Note, Shape
-from unshard.errors import FormatError, IncompleteError, UnshardError, command_line, raise_all
+from unshard.errors import FormatError, IncompleteError, NotACheckpointError, UnshardError, command_line, raise_all
 from unshard.formats.contract import Source
 from unshard.formats.deepspeed.account import Account
 from unshard.formats.deepspeed.experts import is_expert
@@ -31,13 +31,13 @@ from unshard.formats.deepspeed.megatron_args import read_args
 from unshard.formats.deepspeed.model_parallel import WholeModel, join_model, missing_ranks
 from unshard.formats.deepspeed.modules import read_module
 from unshard.formats.deepspeed.states import ModelStates
-from unshard.formats.deepspeed.universal import MASTER, ZERO, place_of, pointer_in
+from unshard.formats.deepspeed.universal import LATEST_UNIVERSAL, MASTER, ZERO, lost_place, place_of, pointer_in
 from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters
 from unshard.formats.state_dict import read_whole, what_it_is
 from unshard.formats.surroundings import look_around
 from unshard.formats.torch_file import StoredTensor, read_torch_file
 from unshard.tensors import SourceFile, Tensor
-from unshard.words import count_in_words, items_in_lines, names_in_words
+from unshard.words import count_in_words, items_in_lines, items_in_words, names_in_words
 
 _PARENTS = 2
 """How far above the directory a config may lie, as with the tag that it was made from."""
@@ -49,7 +49,14 @@ _AGAIN = "fetch the directory again, or convert the checkpoint again; or read th
 
 
 def read_universal(source: Source) -> Checkpoint:
-    """The catalog of the universal checkpoint at `source`. Raises what is wrong where no model states can be read."""
+    """The catalog of the universal checkpoint at `source`.
+
+    Raises what is wrong where no model states can be read; NotACheckpointError where the tag that is named is not
+    there.
+    """
+    lost = lost_place(source.path)
+    if lost is not None:
+        raise _not_there(*lost)
     place = (place_of(source.path) or source.path).absolute()
     roots = source.roots if source.path.is_dir() else {**source.roots, "source": place}
     files = find_files(roots, place.name)
@@ -320,6 +327,14 @@ def _no_values(names: Sequence[str]) -> UnshardError:
         f"the model states have placeholders of shape [0] for these, and no folder in {ZERO}/ has their values:\n"
         + items_in_lines(names),
         hint=_AGAIN,
+    )
+
+
+def _not_there(named: Path, there: Sequence[Path]) -> UnshardError:
+    return NotACheckpointError(
+        f"{named.parent / LATEST_UNIVERSAL} says that {named.name} is the latest tag, but no such directory is there; "
+        f"there {'is' if len(there) == 1 else 'are'} {items_in_words([place.name for place in there])}",
+        hint="name a tag that is there: " + command_line("unshard", "inspect", there[-1]),
     )
 
 
