@@ -151,6 +151,21 @@ def test_excluded_parameters_are_named_with_their_shapes(stage: int, tmp_path: P
     assert checkpoint.problems == ()
 
 
+def test_second_names_of_excluded_parameters_are_not_lost(tmp_path: Path) -> None:
+    """`exclude_frozen_parameters` forgets the second name of a tied embedding; releases of 2026 record no shapes."""
+    it = job(3, frozen=FROZEN, shared={"lm_head.weight": "base.weight"})
+    files = it.files()
+    for name, saved in files.items():
+        if name.endswith("model_states.pt"):
+            for frozen in FROZEN:
+                del saved.content["module"][frozen]
+            saved.content |= {"frozen_param_fragments": None, "frozen_param_shapes": None}
+    checkpoint = read(it.write(tmp_path / "tag", files))
+    assert checkpoint.problems == ()
+    assert set(checkpoint.tensors) == {*TRAINED, *OTHERS}
+    assert "1 parameter left out at saving had a second name" in told(checkpoint)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_shared_parameters_are_there_under_both_names(stage: int | None, tmp_path: Path) -> None:
     it = job(stage, shared={"lm_head.weight": "embed.weight"})
@@ -313,6 +328,16 @@ def test_files_left_over_from_more_ranks_are_not_read(tmp_path: Path) -> None:
     )
 
 
+def test_first_files_left_over_from_fewer_ranks_are_refused(tmp_path: Path) -> None:
+    """They count ranks among themselves: what the model states say shows that those beyond them are of this save."""
+    before, it = job(ranks=2), job(ranks=4)
+    it.write(tmp_path / "tag")
+    stale = {name: saved for name, saved in before.files().items() if "optim_states" in name}
+    found = wrong(before.write(tmp_path / "tag", stale))
+    assert "the model states are of 4 data-parallel ranks" in found
+    assert "rank_0_mp_rank_00_optim_states.pt is of 2, from another save" in found
+
+
 def test_replicas_of_partitions_are_not_read(tmp_path: Path) -> None:
     """MiCS partitions over a group of ranks; each further group has the same once more."""
     it = job(3)
@@ -336,6 +361,24 @@ def test_two_runs_of_other_precision_in_one_directory(tmp_path: Path) -> None:
 def test_two_runs_of_other_stages_in_one_directory(tmp_path: Path) -> None:
     job(3).write(tmp_path / "tag")
     assert "mp_rank_00_model_states.pt and zero_pp_rank_0_mp_rank_00" in wrong(job(2).write(tmp_path / "tag"))
+
+
+def test_model_states_of_stage_3_without_the_first_are_of_another_run_too(tmp_path: Path) -> None:
+    job(3).write(tmp_path / "tag")
+    place = job(2).write(tmp_path / "tag")
+    (place / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    assert "mp_rank_00_model_states.pt and zero_pp_rank_1_mp_rank_00" in wrong(place)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_groups_over_fewer_ranks_are_of_experts_alone(stage: int, tmp_path: Path) -> None:
+    """Of two parameters of one name, each of a rank, neither may take the other's place."""
+    it = job(stage, 2, groups=[weights({"a": (2,)}), weights({"b": (4,)})])
+    files = it.files()
+    for rank in range(2):
+        optimizer(files, rank).update(partition_count=[1, 2], param_slice_mappings=[])
+        optimizer(files, rank)["single_partition_of_fp32_groups"][0] = np.array([rank, rank], np.float32)
+    assert "no experts are partitioned over fewer ranks than others: `a`" in wrong(it.write(tmp_path / "tag", files))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -371,6 +414,17 @@ def test_parameters_dealt_out_in_turn_have_no_true_fragments(tmp_path: Path) -> 
     optimizer(files, 0)["param_slice_mappings"] = [{"a": address(3, 3), "b": address(0, 3)}]
     model = files["mp_rank_00_model_states.pt"].content
     model["ds_config"] = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    checkpoint = read(it.write(tmp_path / "tag", files))
+    assert checkpoint.problems == ()
+    assert values(checkpoint) == stored(it.masters())
+
+
+def test_a_configuration_by_its_path_does_not_tell_whether_parameters_are_dealt_out_in_turn(tmp_path: Path) -> None:
+    """`deepspeed.initialize(config="ds.json")` saves that text; fragments then prove nothing."""
+    it = job(2, 1, groups=[weights({"a": (3,), "b": (3,)})])
+    files = it.files()
+    optimizer(files, 0)["param_slice_mappings"] = [{"a": address(3, 3), "b": address(0, 3)}]
+    files["mp_rank_00_model_states.pt"].content["ds_config"] = "ds.json"
     checkpoint = read(it.write(tmp_path / "tag", files))
     assert checkpoint.problems == ()
     assert values(checkpoint) == stored(it.masters())
@@ -423,11 +477,13 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "shapes of no sizes": ("param_shapes", [{"embed.weight": ["a"]}]),
     "negative shapes": ("param_shapes", [{"embed.weight": [-1, 3]}]),
     "huge shapes": ("param_shapes", [{"embed.weight": [1 << 61, 1 << 61], "x": [3]}, {"y": [3]}]),
+    "empty shapes of huge axes": ("param_shapes", [{"x": [1 << 40, 1 << 40, 0]}]),
     "shapes of 65 axes": ("param_shapes", [{"embed.weight": [1] * 65}]),
     "a parameter in two groups": ("param_shapes", [{"embed.weight": [1]}, {"embed.weight": [1]}]),
     "fragments of text": ("frozen_param_fragments", {"x": "y"}),
     "frozen shapes of text": ("frozen_param_shapes", {"x": "y"}),
     "shared parameters of numbers": ("shared_params", {"x": 3}),
+    "shared parameters without names": ("shared_params", 3),
     "buffers of numbers": ("buffer_names", [3]),
     "many model-parallel ranks": ("mp_world_size", 1 << 40),
     "experts without end": ("num_experts", [1 << 60]),
@@ -454,11 +510,31 @@ HOSTILE_OPTIMIZER: dict[str, tuple[str, Any]] = {
     "counts without end": ("partition_count", [1 << 40, 1 << 40]),
     "more ranks than files": ("partition_count", [1 << 18, 1 << 18]),
     "masters of text": ("single_partition_of_fp32_groups", ["a", "b"]),
+    "masters of integers": ("single_partition_of_fp32_groups", [np.zeros(14, np.int32), np.zeros(6, np.int32)]),
     "masters of two axes": ("single_partition_of_fp32_groups", [np.zeros((2, 2), np.float32)] * 2),
     "negative gaps": ("param_alignment_paddings", [[-1, 0, 0], [0]]),
     "gaps of other parameters": ("param_alignment_paddings", [[0], [0]]),
     "gaps without end": ("param_alignment_paddings", [[1 << 70, 0, 0], [0]]),
 }
+
+
+def test_gaps_that_ranks_record_differently(tmp_path: Path) -> None:
+    it = job(2, alignment=8)
+    files = changed(it, lambda files: optimizer(files, 1).update(param_alignment_paddings=[[0, 0, 0], [0]]))
+    assert "gaps between parameters" in wrong(it.write(tmp_path / "tag", files))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_steps_beyond_all_floating_point_numbers(stage: int | None, tmp_path: Path) -> None:
+    it = job(stage)
+    files = it.files()
+    for rank in range(3):
+        state = optimizer(files, rank)
+        base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+        base["state"][0]["step"] = opcodes.integer(10**400)
+    checkpoint = read(it.write(tmp_path / "tag", files))
+    assert checkpoint.problems == ()
+    assert values(checkpoint) == stored(it.masters())
 
 
 @pytest.mark.parametrize("name", HOSTILE_OPTIMIZER)

@@ -91,10 +91,11 @@ class TagFiles:
     def find_rivals(self) -> list[tuple[File, File]]:
         """All pairs of which only one file can be of this save; of model states, one or one per rank is written."""
         whole = {rank: file for (data_rank, rank), file in self.model.items() if data_rank is None}
-        pairs = [
-            (whole[rank], file) for (data_rank, rank), file in self.model.items() if data_rank == 0 and rank in whole
-        ]
-        return [*self.rivals, *pairs]
+        pieces: dict[int, File] = {}
+        for (data_rank, rank), file in self.model.items():
+            if data_rank is not None:
+                pieces.setdefault(rank, file)
+        return [*self.rivals, *[(file, pieces[rank]) for rank, file in whole.items() if rank in pieces]]
 
     @property
     def is_empty(self) -> bool:

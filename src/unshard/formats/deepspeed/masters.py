@@ -16,7 +16,7 @@ from math import prod
 
 from unshard.checkpoint import Shape
 from unshard.errors import FormatError, IncompleteError
-from unshard.formats.deepspeed.experts import expert_partitions, global_names
+from unshard.formats.deepspeed.experts import expert_partitions, global_names, is_expert
 from unshard.formats.deepspeed.partitions import Partition
 from unshard.formats.torch_file import StoredTensor
 from unshard.tensors import Box, Chunk, Extent, Tensor
@@ -68,12 +68,13 @@ def join_partitions(
         raise IncompleteError(
             f"the model states have {len(groups)} groups of parameters, the optimizer states {flats}", hint=_OTHER_RUN
         )
+    in_order = not _may_be_round_robin(ds_config)
     for number, group in enumerate(groups):
         count = _count(partitions[0], number)
         for expert_rank, ranks in enumerate(expert_partitions(len(partitions), count, ds_config)):
             holders = [partitions[rank] for rank in ranks]
             named = _name_experts(group, expert_rank) if count < len(partitions) else group
-            masters |= _join_group(holders, number, named, round_robin=_is_round_robin(ds_config))
+            masters |= _join_group(holders, number, named, in_order=in_order)
     return masters
 
 
@@ -82,17 +83,27 @@ def _count(partition: Partition, group: int) -> int:
 
 
 def _name_experts(group: Group, expert_rank: int) -> Group:
+    others = [name for name in group if not is_expert(name)]
+    if others:
+        raise FormatError(
+            f"parameters that are no experts are partitioned over fewer ranks than others: {names_in_words(others)}",
+            hint=_OTHER_RUN,
+        )
     names = global_names(group, expert_rank)
     return {names[name]: shape for name, shape in group.items()}
 
 
-def _is_round_robin(ds_config: Mapping[str, object]) -> bool:
+def _may_be_round_robin(ds_config: Mapping[str, object]) -> bool:
+    """Whether parameters may be dealt out in turn, with records of fragments that lie in another order.
+
+    What is saved of the configuration is what `deepspeed.initialize` was given: of the path of a file, no word.
+    """
     zero = ds_config.get("zero_optimization")
-    return isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+    return not ds_config or (isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients")))
 
 
 def _join_group(
-    partitions: Sequence[Partition], number: int, group: Group, *, round_robin: bool
+    partitions: Sequence[Partition], number: int, group: Group, *, in_order: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, master) of a group of stages 1 and 2."""
     flats = [(one.rank, one.flats[number]) for one in partitions]
@@ -105,7 +116,7 @@ def _join_group(
         starts.append(place)
         place += prod(shape) + (gaps[position] if gaps else 0)
     _check_sizes(stream, place, len(partitions), number)
-    if not round_robin:
+    if in_order:
         _check_slices(partitions, number, dict(zip(group, starts, strict=True)), group, stream)
     dtype = flats[0][1].dtype
     for (name, shape), start in zip(group.items(), starts, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from unshard.dtypes import F32
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.absent import FETCH
 from unshard.formats.deepspeed.files import File
+from unshard.formats.deepspeed.stored import attempt
 from unshard.formats.torch_file import Opaque, StoredTensor, read_torch_file
 from unshard.words import count_in_words, items_in_lines, ranks_in_words
 
 _MASTERS = {3: "fp32_flat_groups"}
 _MASTERS_BELOW_3 = "single_partition_of_fp32_groups"
 _MAX_GROUPS = 1 << 16
+_MAX_STEP = 1 << 53
 MAX_RANKS = 1 << 18
 """Data-parallel ranks, more than any cluster has."""
 _OF_ONE_SAVE = (
@@ -31,6 +34,7 @@ _OF_ONE_SAVE = (
     ("step", "step of the optimizer"),
     ("version", "version of DeepSpeed"),
     ("kinds", "types of masters"),
+    ("gaps", "gaps between parameters"),
 )
 """Attributes of partitions that are equal in all files of a save, and what they are."""
 _COPY = "fetch the files again, all of one save"
@@ -81,35 +85,30 @@ class Partitions:
     notes: tuple[Note, ...] = ()
 
 
-def read_partitions(files: Mapping[int, File], problems: list[UnshardError]) -> Partitions | None:
+def read_partitions(
+    files: Mapping[int, File], problems: list[UnshardError], data_ranks: object = None
+) -> Partitions | None:
     """The partitions in the files of one model-parallel rank, by data-parallel rank; what is wrong goes to `problems`.
 
     How many there must be is what the first one says. Files of higher ranks are of an earlier save with more ranks, or
-    replicas (MiCS); neither is read.
+    replicas (MiCS); neither is read. data_ranks: `dp_world_size` of the model states, which tells whether it is not the
+    first one that is left over.
     """
     found: dict[int, Partition] = {}
     for rank, file in sorted(files.items()):
-        partition = _try(file, rank, problems)
+        partition = attempt(partial(read_partition, file, rank), problems)
         if partition is not None:
             found[rank] = partition
     if not found:
         return None
     first = found[min(found)]
     needed = {rank: one for rank, one in found.items() if rank < first.ranks}
-    wrong = list(_check(first, needed, files))
+    beyond = [one for rank, one in found.items() if rank >= first.ranks]
+    wrong = [*_check(first, needed, files), *_check_beyond(first, beyond, data_ranks)]
     problems += wrong
     if wrong or len(needed) < first.ranks:
         return None
-    beyond = [one for rank, one in found.items() if rank >= first.ranks]
     return Partitions(first.stage, tuple(needed.values()), tuple(_note_beyond(first, beyond)))
-
-
-def _try(file: File, rank: int, problems: list[UnshardError]) -> Partition | None:
-    try:
-        return read_partition(file, rank)
-    except FormatError as error:
-        problems.append(error)
-        return None
 
 
 def _check(first: Partition, found: Mapping[int, Partition], files: Mapping[int, File]) -> Iterator[UnshardError]:
@@ -131,6 +130,17 @@ def _check(first: Partition, found: Mapping[int, Partition], files: Mapping[int,
             yield IncompleteError(
                 f"files of optimizer states are of different saves; {what}:\n{items_in_lines(told)}", hint=_COPY
             )
+
+
+def _check_beyond(first: Partition, beyond: Sequence[Partition], data_ranks: object) -> Iterator[UnshardError]:
+    """A problem where files beyond those that the first one counts are of the save, and the first ones are not."""
+    current = [one.rank for one in beyond if one.counts != first.counts and one.ranks == data_ranks]
+    if current:
+        yield IncompleteError(
+            f"the model states are of {data_ranks} data-parallel ranks, and so is the file of optimizer states of "
+            f"{ranks_in_words(current)}; {first.file.name} is of {first.ranks}, from another save",
+            hint=_COPY,
+        )
 
 
 def _plain(value: Any) -> str:
@@ -199,7 +209,9 @@ def _keys(state: Mapping[Any, Any]) -> list[str]:
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, StoredTensor) and len(value.shape) == 1 and (value.strides == (1,) or value.shape[0] < 2)
+    if not isinstance(value, StoredTensor) or not value.dtype.is_float:
+        return False
+    return len(value.shape) == 1 and (value.strides == (1,) or value.shape[0] < 2)
 
 
 def _stage(recorded: Any) -> int:
@@ -247,7 +259,7 @@ def _step(state: Mapping[Any, Any], path: Path) -> float | None:
     step = first.get("step") if isinstance(first, Mapping) else None
     if isinstance(step, StoredTensor):
         return _read_number(step, path)
-    return float(step) if isinstance(step, (int, float)) else None
+    return float(step) if isinstance(step, float) or (isinstance(step, int) and abs(step) < _MAX_STEP) else None
 
 
 def _read_number(tensor: StoredTensor, path: Path) -> float | None:

@@ -16,7 +16,7 @@ from unshard.formats.deepspeed.modules import read_module
 from unshard.formats.deepspeed.partitions import Partitions, read_partitions
 from unshard.formats.deepspeed.states import ModelStates
 from unshard.formats.deepspeed.stored import read_state
-from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters
+from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters, second_names
 from unshard.options import Weights
 from unshard.tensors import Tensor
 from unshard.words import items_in_lines
@@ -46,7 +46,8 @@ class RankReader:
         self._add_experts(rank, states, weights)
         shared = same_parameters(states)
         tensors = weights.in_order(self._choose(states, weights, masters, shared), shared)
-        lost = [name for name in weights.rounded if name not in tensors]
+        lost, left_out = weights.without_values(tensors, shared)
+        account.notes += second_names(left_out)
         if lost and len(account.problems) == before:
             account.problems.append(_no_values(states, lost) if masters else _no_masters(states))
         return tensors
@@ -63,7 +64,7 @@ class RankReader:
         if not files:
             self.account.bare.append(rank)
             return None
-        found = read_partitions(files, self.account.problems)
+        found = read_partitions(files, self.account.problems, states.recorded.get("dp_world_size"))
         if found:
             self.account.ranks = len(found.partitions)
             self.account.notes += found.notes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from unshard.checkpoint import Shape
@@ -17,6 +18,8 @@ from unshard.formats.nested import flatten
 from unshard.formats.torch_file import StoredTensor, read_torch_file
 
 _MAX_DIMENSIONS = 64
+_MAX_ELEMENTS = 1 << 60
+"""Of a parameter; of an empty one, of its other axes: readers of safetensors multiply them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +153,8 @@ def _is_shape(value: Any) -> bool:
     return (
         isinstance(value, (tuple, list))
         and len(value) <= _MAX_DIMENSIONS
-        and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+        and all(type(size) is int and 0 <= size <= _MAX_ELEMENTS for size in value)
+        and prod([size for size in value if size]) <= _MAX_ELEMENTS
     )
 
 
@@ -173,6 +177,8 @@ def _tensors(recorded: Any, what: str) -> Iterator[tuple[str, StoredTensor]]:
 
 def _pairs(recorded: Any) -> Iterator[tuple[str, str]]:
     """`shared_params`: a dict; a list of pairs in older releases."""
+    if not isinstance(recorded, (Mapping, list, tuple, type(None))):
+        raise FormatError(f"its `shared_params` is a {type(recorded).__name__}, not a dict")
     entries = recorded.items() if isinstance(recorded, Mapping) else recorded or ()
     for entry in entries:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(isinstance(name, str) for name in entry):

@@ -80,6 +80,16 @@ class ModuleWeights:
         named = {**twice, **tensors}
         return {name: named[name] for name in dict.fromkeys([*self.order, *named]) if name in named}
 
+    def without_values(self, tensors: Mapping[str, Tensor], shared: Mapping[str, str]) -> tuple[list[str], list[str]]:
+        """The placeholders whose values `tensors` lacks: those that are lost, and those that were left out at saving.
+
+        `exclude_frozen_parameters` leaves the name of a parameter out, and forgets its second one (a tied embedding).
+        """
+        lacking = [name for name in self.rounded if name not in tensors]
+        known = {*self.order}
+        left_out = [name for name in lacking if shared.get(name, name) not in known]
+        return [name for name in lacking if name not in left_out], left_out
+
 
 def read_weights(
     states: ModelStates, pieces: Sequence[FrozenPieces], rank: int, stage: int, problems: list[UnshardError]
@@ -152,6 +162,13 @@ def same_parameters(states: ModelStates) -> dict[str, str]:
             if other is not None:
                 shared.setdefault(name, other)
     return {name: other for name, other in shared.items() if name not in trained}
+
+
+def second_names(left_out: Sequence[str]) -> Iterator[Note]:
+    """A note on second names of parameters that were left out at saving."""
+    if left_out:
+        names = count_in_words(len(left_out), "parameter")
+        yield Note(f"{names} left out at saving had a second name, which has no values either", tuple(left_out))
 
 
 def _has_elements(value: object) -> bool:
