@@ -51,15 +51,17 @@ def widen(base: Base) -> Base:
     return replace(base, tensors=wide)
 
 
-def fuse_into(
-    split: adapters.Split, base: Base, config: Mapping[str, Any] | None, *, in_file: bool
-) -> tuple[adapters.Fused, Base]:
+def fuse(
+    split: adapters.Split, base: Base | None, config: Mapping[str, Any] | None, *, in_file: bool
+) -> tuple[adapters.Fused, Base | None]:
     """The adapter fused into the checkpoint's own tensors, and into those of the base model that it lacks.
 
     in_file: the split's names are those of the file, not those of a running model.
 
     Of the base model only what the adapter changed is in the result; the base model that comes with it knows which.
     """
+    if base is None:
+        return adapters.fuse_all(split), None
     named = base.tensors if in_file else families.name_as_running(base.tensors, config, packed=True)
     lent = {name: tensor.rename(name) for name, tensor in named.items() if name not in split.base}
     fused = adapters.fuse_all(replace(split, base={**lent, **split.base}))
@@ -112,10 +114,8 @@ def _compare_configs(config: Mapping[str, Any] | None, other: Mapping[str, Any] 
     if config is None or other is None:
         return
     kinds = [each.get("model_type") for each in (config, other)]
-    if kinds[0] == kinds[1] and not families.is_known(
-        config
-    ):  # then the base model must tell which parameters there are
-        kinds = [class_name(each) for each in (config, other)]
+    if kinds[0] == kinds[1] and not families.is_known(config):
+        kinds = [class_name(each) for each in (config, other)]  # the base model must tell which parameters there are
     if kinds[0] != kinds[1]:
         raise UsageError(
             f"`--fill-from {place}` is a model of type {kinds[1]}; the checkpoint is one of type {kinds[0]}",

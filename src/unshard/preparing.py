@@ -10,7 +10,7 @@ from unshard import adapters, families
 from unshard.checkpoint import Checkpoint, Note
 from unshard.collector import collector_paused
 from unshard.errors import UnshardError, UsageError, merge_command, raise_all
-from unshard.filling import fuse_into, open_base, widen
+from unshard.filling import fuse, open_base, widen
 from unshard.formats.huggingface.target import lay_out
 from unshard.model import Model
 from unshard.opening import open_checkpoint, open_reference
@@ -69,17 +69,16 @@ def decide(checkpoint: Checkpoint, options: MergeOptions, source: str = "SRC") -
     base: Mapping[str, Value] = {} if options.adapter_only else split.base
     written = as_peft.adapters
     if options.fuse_lora:
-        if filler is None:
-            fused = adapters.fuse_all(split)
-        else:
-            fused, filler = fuse_into(split, filler, checkpoint.config, in_file=translation is not None)
+        fused, filler = fuse(split, filler, checkpoint.config, in_file=translation is not None)
         base, written = fused.tensors, ()
         problems += fused.problems
         notes += fused.notes
-    base = {**base, **(translation.computed if translation else {})} if base else {}
+    if base and translation is not None:
+        base = {**base, **translation.computed}
     if options.adapter_only and not split.adapters:
         problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
     reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
+    excluded = adapters.strip_names(strip_all(checkpoint.excluded)) if split.adapters else checkpoint.excluded
     model = Model({})
     if base or filler is not None:
         model = families.name_model(
@@ -90,7 +89,7 @@ def decide(checkpoint: Checkpoint, options: MergeOptions, source: str = "SRC") -
             in_file=translation is not None,
             own=translation.own if translation else (),
             source=source,
-            excluded=adapters.strip_names(strip_all(checkpoint.excluded)) if split.adapters else checkpoint.excluded,
+            excluded=excluded,
             base=filler,
         )
     raise_all([*problems, *(_say_adapter_only(model.problems, source) if written else model.problems)])
