@@ -11,6 +11,7 @@ import pytest
 import torch_bytes as opcodes
 from deepspeed_bytes import Job, Saved, size, weights
 from unshard.cli import main
+from unshard.errors import FormatError
 from unshard.formats.contract import Source
 from unshard.formats.deepspeed import DeepSpeedUniversal
 
@@ -58,10 +59,17 @@ def test_nothing_is_called(tmp_path: Path) -> None:
     assert not victim.exists()
 
 
-@pytest.mark.parametrize("shape", [(1 << 61, 1 << 61), (6,), (), (0, 1 << 61), (2, 3, 1)])
+@pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (6,), (), (0, 1 << 60), (2, 3, 1)])
 def test_shapes_that_are_claimed(shape: tuple[int, ...], tmp_path: Path) -> None:
     write(tmp_path, {"a": shape})
     assert f"a: [2, 3], but {list(shape)} in the model states" in problems(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(1 << 31, 1 << 30), (0, 1 << 61), (-1,)])
+def test_shapes_of_no_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
+    write(tmp_path, {"a": shape})
+    with pytest.raises(FormatError, match="an entry that is no shape"):
+        problems(tmp_path)
 
 
 @pytest.mark.parametrize("content", [{"vocab_tensor": True}, {"vocab_tensor": 1}])

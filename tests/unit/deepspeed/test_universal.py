@@ -298,3 +298,18 @@ def test_a_master_of_an_empty_parameter(tmp_path: Path) -> None:
     job = Job(1, 1, [{"model.a": np.zeros((0, 3), np.float32)} | weights({"model.b": (2,)})])
     convert(job, tmp_path)
     check(read(tmp_path)[0], job.masters())
+
+
+def test_second_names_of_excluded_parameters_are_not_lost(tmp_path: Path) -> None:
+    """`exclude_frozen_parameters` forgets the second name of a tied embedding, of which a placeholder stays."""
+    frozen = weights({"base.weight": (5, 2)}, start=90, dtype=np.float16)
+    job = Job(3, 2, [weights({"model.a": (4, 3)})], frozen=frozen, shared={"lm_head.weight": "base.weight"})
+    files = job.files()
+    for name, saved in files.items():
+        if name.endswith("model_states.pt"):
+            del saved.content["module"]["base.weight"]
+            saved.content |= {"frozen_param_fragments": None, "frozen_param_shapes": None}
+    checkpoint, wrong = read(convert(job, tmp_path / TAG, files=files))
+    assert wrong == ""
+    assert set(checkpoint.tensors) == {"model.a"}
+    assert any("had a second name" in note.text for note in checkpoint.notes)

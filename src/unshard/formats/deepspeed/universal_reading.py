@@ -32,7 +32,7 @@ from unshard.formats.deepspeed.model_parallel import WholeModel, join_model, mis
 from unshard.formats.deepspeed.modules import read_module
 from unshard.formats.deepspeed.states import ModelStates
 from unshard.formats.deepspeed.universal import LATEST_UNIVERSAL, MASTER, ZERO, lost_place, place_of, pointer_in
-from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters
+from unshard.formats.deepspeed.weights import ModuleWeights, same_parameters, second_names
 from unshard.formats.state_dict import read_whole, what_it_is
 from unshard.formats.surroundings import look_around
 from unshard.formats.torch_file import StoredTensor, read_torch_file
@@ -194,7 +194,8 @@ class _Reader:
     ) -> WholeModel:
         """`whole` with these tensors in the order of the module; second names get the tensor of the other."""
         named = own.in_order(tensors, shared)
-        lost = [name for name in own.rounded if name not in named]
+        lost, left_out = own.without_values(named, shared)
+        self.account.notes += second_names(left_out)
         if lost and not self.account.problems:
             self.account.problems.append(_no_values(lost))
         return replace(whole, tensors=named)
