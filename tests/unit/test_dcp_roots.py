@@ -197,6 +197,16 @@ def test_a_prefix_that_may_be_a_part_of_names_stays() -> None:
     assert tuple(choice.model.names.values()) == names
 
 
+def test_parameters_that_are_called_like_states_stay_where_no_paths_are_recorded() -> None:
+    """`sampler.weight` was left out of models whose writer records no paths, as torch's safetensors writer."""
+    names = ("model.norm.weight", "lm_head.weight", "sampler.weight", "extra.proj.bias")
+    choice = choose(*[(name,) for name in (*names, "rng.cuda")], recorded=False)
+    assert tuple(choice.model.names.values()) == names
+    assert choice.other == ["rng.cuda"]
+    nested = choose(*[(f"model.{name}",) for name in MODEL], ("extra.weight",), recorded=False)
+    assert nested.other == ["extra.weight"]
+
+
 def test_a_path_that_is_not_its_keys_is_no_path() -> None:
     """Two keys that claim one path would be one name."""
     outline = Outline({"a.weight": 4, "b.weight": 4}, (), {"a.weight": ("model", "x"), "b.weight": ("model", "x")})

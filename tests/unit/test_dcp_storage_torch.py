@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import dcp_bytes as db
+import unshard
 from unshard.formats.dcp.container import Container, read_container
 from unshard.formats.dcp.objects import read_item
 from unshard.plan.coverage import prove_coverage
@@ -146,3 +147,12 @@ def test_safetensors_of_several_files_and_threads(tmp_path: Path, options: dict[
 def test_views_of_larger_storages_and_several_threads(tmp_path: Path, options: dict[str, Any]) -> None:
     saved = save(tmp_path, **options)
     assert values_of(read_container(tmp_path, db.ROOT), tmp_path) == saved == load(tmp_path)
+
+
+def test_a_parameter_without_elements_is_merged_and_verified(tmp_path: Path) -> None:
+    """Verification took a tensor of shape [0], which the checkpoint has too, for what ZeRO-3 leaves of a parameter."""
+    dcp.save(
+        {"empty.weight": torch.zeros(0), "full.weight": torch.ones(2)}, checkpoint_id=tmp_path / "ckpt", no_dist=True
+    )
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", weights_only=True)
+    assert report.tensors == 2

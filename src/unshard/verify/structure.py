@@ -61,7 +61,7 @@ def read_weights(target: Target, output: Path) -> Mapping[str, Mapping[str, Tens
     problems: list[VerificationError] = []
     for directory, values in target.weights_by_directory.items():
         names = [value.name for value in values]
-        catalog = HuggingFace().read(Source(output / directory))
+        catalog = HuggingFace().read_output(Source(output / directory))
         problems += [VerificationError(problem.message, hint=problem.hint) for problem in catalog.problems]
         missing = [name for name in names if name not in catalog.tensors]
         surplus = sorted(set(catalog.tensors) - set(names))

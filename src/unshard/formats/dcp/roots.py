@@ -200,17 +200,24 @@ def _guess_paths(keys: Collection[str]) -> dict[str, Steps]:
     """Paths by the names alone, where a planner recorded none: such a state was flat when it was saved.
 
     A prefix is taken off the model's names only where all have it and it can be no part of them: `model.` is one in
-    `model.model.norm.weight`, and none in `model.norm.weight`.
+    `model.model.norm.weight`, and none in `model.norm.weight`. Where there is none, `sampler.weight` is a parameter
+    of a module beside others; a state of training has no weights.
     """
     paths: dict[str, Steps] = {}
     own: list[str] = []
+    modules: list[str] = []
     for key in keys:
         first, _, rest = key.partition(".")
-        if rest and _kind_by_name(first):
-            paths[key] = first, rest
-        else:
+        kind = _kind_by_name(first) if rest else None
+        if kind is None:
             own.append(key)
+            continue
+        paths[key] = first, rest
+        if kind == "other" and rest.endswith(("weight", "bias")):
+            modules.append(key)
     prefix = next((prefix for prefix in _PREFIXES if _is_prefix(prefix, own)), "")
+    if not prefix:
+        own += modules
     steps = tuple(prefix.split(".")[:-1])
     return paths | {key: (*steps, key.removeprefix(prefix)) for key in own}
 

@@ -32,6 +32,13 @@ class HuggingFace:
         return str(weights) if weights else None
 
     def read(self, source: Source) -> Checkpoint:
+        return self._read(source, as_source=True)
+
+    def read_output(self, source: Source) -> Checkpoint:
+        """What the files hold, to be verified: without what tensors of shape [0] or neighbours mean in a source."""
+        return self._read(source, as_source=False)
+
+    def _read(self, source: Source, *, as_source: bool) -> Checkpoint:
         from unshard.formats.huggingface.catalog import Catalog  # late: to detect takes little
 
         if source.path.is_file():
@@ -50,10 +57,13 @@ class HuggingFace:
         catalog = Catalog(source, places)
         config, assets = catalog.attempt(lambda: _find_side_files(source.path)) or (None, ())
         catalog.read(weights, config)
-        if not catalog.problems:
+        if as_source and not catalog.problems:
             catalog.problems += tell_placeholders(catalog.tensors, source.path, is_adapter=weights.is_adapter)
-        notes, problems = _with_shards(source.path, catalog.notes, catalog.problems)
-        notes = [*notes, *tell_masters(source.path)]
+        notes: Sequence[Note] = catalog.notes
+        problems: Sequence[UnshardError] = catalog.problems
+        if as_source:
+            notes, problems = _with_shards(source.path, notes, problems)
+            notes = [*notes, *tell_masters(source.path)]
         return Checkpoint(
             format=self.name,
             title=title[:1].upper() + title[1:],
