@@ -40,6 +40,10 @@ class DType:
         """The numpy dtype; the small floats come from ml_dtypes."""
         return _numpy_dtype(self)
 
+    def holds(self, other: DType) -> bool:
+        """Whether each value of another floating-point type is one of this: F32 holds F16 and BF16, which differ."""
+        return self == other or (self.is_float and other.is_float and self.itemsize >= max(4, 2 * other.itemsize))
+
     def __repr__(self) -> str:
         return f"DType({self.name})"
 

@@ -104,6 +104,17 @@ def test_a_cast_to_the_own_type_is_none() -> None:
     assert tensor.cast(BF16).size_in_bytes == tensor.size_in_bytes // 2
 
 
+def test_a_cast_after_a_widening_starts_from_what_is_stored() -> None:
+    tensor = whole(4, 6, dtype=BF16)
+    widened = tensor.cast(F32)
+    assert widened.cast(BF16) == tensor
+    assert widened.cast(F16).chunks == tensor.chunks
+    with pytest.raises(ValueError, match="weight: cannot cast BF16 to F16"):
+        whole(4, 6).cast(BF16).cast(F16)
+    with pytest.raises(ValueError, match="weight: cannot cast F16 to BF16"):
+        tensor.cast(F16).cast(BF16)
+
+
 def test_operations_keep_rank_and_file() -> None:
     tensor = whole(4, 6).slice(0, 1, 3).transpose().reshape((12,))
     assert {(chunk.rank, chunk.extent.file) for chunk in tensor.chunks} == {(3, FILE)}

@@ -88,17 +88,23 @@ class Tensor(Shaped):
         """Whether some chunk is stored in another type than the tensor's."""
         return any(chunk.extent.dtype != self.dtype for chunk in self.chunks)
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether some chunk is stored in a type of which the tensor's own does not hold every value."""
+        return any(not self.dtype.holds(chunk.extent.dtype) for chunk in self.chunks)
+
     def rename(self, name: str) -> Tensor:
         return Tensor(name, self.dtype, self.shape, self.chunks, self.factors)
 
     def cast(self, dtype: DType) -> Tensor:
-        """The tensor in another floating-point type. Casts do not add up: a tensor is cast once, from what is stored.
+        """The tensor in another floating-point type: what is stored is cast, once.
 
-        Raises ValueError for types that are not floating point, and for a second cast.
+        Raises ValueError for types that are not floating point, and for a tensor that was rounded: the second cast
+        would have to start from the result of the first.
         """
         if dtype == self.dtype:
             return self
-        if self.is_cast or not (dtype.is_float and self.dtype.is_float):
+        if self.is_rounded or not (dtype.is_float and self.dtype.is_float):
             raise ValueError(f"{self.name}: cannot cast {self.dtype} to {dtype}")
         return replace(self, dtype=dtype)
 

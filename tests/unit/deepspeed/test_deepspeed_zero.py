@@ -14,10 +14,13 @@ from assembled import gather
 from deepspeed_bytes import BF16, Files, Job, Weights, address, weights
 from format_contract import check_format
 from unshard.checkpoint import Checkpoint
-from unshard.errors import FormatError, IncompleteError, UnshardError
+from unshard.errors import FormatError, IncompleteError, UnshardError, UsageError
 from unshard.formats.contract import Source
 from unshard.formats.deepspeed import DeepSpeed
+from unshard.options import Cast, MergeOptions
 from unshard.options import Weights as Choice
+from unshard.preparing import prepare
+from unshard.tensors import Tensor
 
 TRAINED = weights({"embed.weight": (11, 3), "layer.weight": (3, 7), "layer.bias": (3,)})
 OTHERS = weights({"head.weight": (5, 3)}, start=200)
@@ -126,6 +129,28 @@ def test_frozen_parameters_are_widened_and_counted(stage: int, tmp_path: Path) -
     assert note.text.startswith("2 parameters without training have no masters")
     assert note.tensors == ("base.weight", "base.bias")
     assert values(read(place, "model")) == stored(it.module())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_was_widened_can_be_narrowed_again(stage: int, dtype: Cast, tmp_path: Path) -> None:
+    """Frozen parameters go to fp32 beside masters, and where `--dtype` sends all: cast once, from what is stored."""
+    it = job(stage, frozen=FROZEN)
+    options = MergeOptions(weights_only=True, dtype=dtype)
+    decision = prepare(it.write(tmp_path / "tag"), options).decision
+    wanted = {"bf16": BF16, "fp16": np.dtype(np.float16)}[dtype]
+    found = {value.name: value for file in decision.target.files for _, value in file.tensors}
+    for name, array in it.masters().items():
+        tensor = found[name]
+        assert isinstance(tensor, Tensor)
+        assert gather(tensor, decision.target.roots) == array.astype(wanted).tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_weights_that_stage_3_rounds_are_not_rounded_twice(dtype: Cast, tmp_path: Path) -> None:
+    options = MergeOptions(weights_only=True, weights="model", dtype=dtype)
+    with pytest.raises(UsageError, match=r"would be rounded twice: `embed\.weight`"):
+        prepare(job(3).write(tmp_path / "tag"), options)
 
 
 def test_frozen_parameters_of_stage_1_lie_in_the_module_alone(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note
-from unshard.dtypes import CAST_CHOICES, U8
-from unshard.errors import ModelError, OutputError
+from unshard.dtypes import CAST_CHOICES, U8, DType
+from unshard.errors import ModelError, OutputError, UsageError
 from unshard.formats.huggingface import shards
 from unshard.formats.huggingface.assets import find_stray_link, is_tokenizer_file, read_small_file
 from unshard.formats.huggingface.bin_file import lay_out_archive
@@ -23,7 +23,7 @@ from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGH
 from unshard.options import MergeOptions
 from unshard.target import Target, TargetFile
 from unshard.tensors import Tensor, Value, contiguous_chunk
-from unshard.words import count_in_words, items_in_words
+from unshard.words import count_in_words, items_in_words, names_in_words
 
 _ADAPTER_NAME = re.compile(r"[\w\- +.]*[\w\-]")
 
@@ -74,16 +74,27 @@ def cast_values(values: Mapping[str, Value], dtype: str, uncast: Collection[str]
     """The values under their output names, in the type that `--dtype` asks for ("keep": their own).
 
     Integers stay what they are, and so do the small floats of quantised weights, which mean nothing without their
-    scales. `uncast` are names that stay what they are.
+    scales. `uncast` are names that stay what they are. Raises UsageError where values would be rounded twice.
     """
     named = {name: value if value.name == name else value.rename(name) for name, value in values.items()}
     wanted = CAST_CHOICES.get(dtype)
     if wanted is None:
         return named
+    rounded = [name for name, value in named.items() if _is_rounded(value, wanted) and name not in uncast]
+    if rounded:
+        raise UsageError(
+            f"`--dtype {dtype}`: these are rounded to another type already, and would be rounded twice: "
+            f"{names_in_words(rounded)}",
+            hint="leave `--dtype` out; or, where training kept fp32 masters alone, leave `--weights model` out",
+        )
     return {
         name: value.cast(wanted) if value.dtype in PLAIN_FLOATS and name not in uncast else value
         for name, value in named.items()
     }
+
+
+def _is_rounded(value: Value, wanted: DType) -> bool:
+    return isinstance(value, Tensor) and value.is_rounded and value.dtype != wanted
 
 
 def _note_uncast(values: Mapping[str, Value], uncast: Collection[str], options: MergeOptions) -> list[Note]:
