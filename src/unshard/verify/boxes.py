@@ -16,6 +16,9 @@ def split_boxes(shape: Sequence[int], chunks: Iterable[Chunk], most: int) -> Ite
     read in as many pieces as it has columns, again for each band of rows. Then they are tiles, with long runs on both
     sides.
     """
+    if 0 < prod(shape) <= most:
+        yield Box.whole(shape)
+        return
     crossed = next((axis for axis in map(_crossed_axis, chunks) if axis is not None), None)
     sizes = _box_sizes(shape, crossed, most)
     for starts in product(*[range(0, length, size) for length, size in zip(shape, sizes, strict=True)]):
