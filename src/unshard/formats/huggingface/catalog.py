@@ -14,7 +14,7 @@ from unshard.formats.contract import Source
 from unshard.formats.huggingface.contents import Contents, read_bin, read_safetensors, some
 from unshard.formats.huggingface.index import Index, read_index
 from unshard.formats.huggingface.index_check import Discrepancies, compare
-from unshard.formats.huggingface.weights import Weights, check_numbering, find_leftovers, find_weights
+from unshard.formats.huggingface.weights import WeightsFiles, check_numbering, find_leftovers, find_weights
 from unshard.tensors import SourceFile, Tensor
 
 Result = TypeVar("Result")
@@ -53,7 +53,7 @@ class Catalog:
             self.problems.append(error)
             return None
 
-    def read(self, weights: Weights, config: Mapping[str, Any] | None) -> None:
+    def read(self, weights: WeightsFiles, config: Mapping[str, Any] | None) -> None:
         """Fill in the tensors of the weights files, and all that is wrong with them. `config` belongs to the model."""
         if weights.index:
             files = self._read_indexed(weights, weights.index, config)
@@ -67,7 +67,7 @@ class Catalog:
             untold = tuple([name for name in self._unrecorded if name not in known])
             self.notes += [Note(_UNRECORDED, untold, level="warning")] if untold else []
 
-    def _read_unindexed(self, weights: Weights) -> Sequence[str]:
+    def _read_unindexed(self, weights: WeightsFiles) -> Sequence[str]:
         """Read the files as they are, and return their names."""
         if not weights.usual:
             self.problems += check_numbering(weights.files)
@@ -77,7 +77,7 @@ class Catalog:
         self._read_files(weights.kind, weights.files)
         return weights.files
 
-    def _read_indexed(self, weights: Weights, name: str, config: Mapping[str, Any] | None) -> Sequence[str]:
+    def _read_indexed(self, weights: WeightsFiles, name: str, config: Mapping[str, Any] | None) -> Sequence[str]:
         """Read the files that the index names, or, where it is to be repaired, all; return their names."""
         try:
             index = read_index(self._path(name))

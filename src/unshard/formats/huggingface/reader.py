@@ -12,7 +12,7 @@ from unshard.formats.contract import Source
 from unshard.formats.hf_shards.file_names import find_shards_near
 from unshard.formats.huggingface.assets import find_assets, list_directory, read_config
 from unshard.formats.huggingface.placeholders import tell_masters, tell_placeholders
-from unshard.formats.huggingface.weights import Weights, find_weights
+from unshard.formats.huggingface.weights import WeightsFiles, find_weights
 from unshard.model_files import ADAPTER_CONFIG
 from unshard.tensors import SourceFile
 
@@ -42,7 +42,7 @@ class HuggingFace:
         from unshard.formats.huggingface.catalog import Catalog  # late: to detect takes little
 
         if source.path.is_file():
-            weights: Weights | None = Weights("safetensors", (source.path.name,), usual=False)
+            weights: WeightsFiles | None = WeightsFiles("safetensors", (source.path.name,), usual=False)
             places = {source.path.name: SourceFile("source", source.path.name)}
             title = "a safetensors file"
         else:

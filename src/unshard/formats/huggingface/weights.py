@@ -18,7 +18,7 @@ _DISTRIBUTED = "shard-"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightsFiles:
     """What is to be read.
 
     kind:       "safetensors" or "bin".
@@ -41,7 +41,7 @@ class Weights:
         return f"{what}, {self.files[0]}" if len(self.files) == 1 else f"{what}, {len(self.files)} {self.kind} files"
 
 
-def find_weights(names: Collection[str]) -> Weights | None:
+def find_weights(names: Collection[str]) -> WeightsFiles | None:
     """The weights among the file names of a directory, or None."""
     for kind, naming in (("safetensors", SAFETENSORS), ("bin", BIN)):
         found = _find(names, kind, naming)
@@ -49,23 +49,23 @@ def find_weights(names: Collection[str]) -> Weights | None:
             return found
     for kind in ("safetensors", "bin"):
         if f"adapter_model.{kind}" in names:
-            return Weights(kind, (f"adapter_model.{kind}",), is_adapter=True)
+            return WeightsFiles(kind, (f"adapter_model.{kind}",), is_adapter=True)
     others = [name for name in names if name.endswith(SAFETENSORS.suffix) and not name.startswith(_DISTRIBUTED)]
     indexes = [name for name in names if name.endswith(_ANY_INDEX)]
     if others and len(indexes) == 1:
-        return Weights("safetensors", (), indexes[0], usual=False)
-    return Weights("safetensors", tuple(sorted(others)), usual=False) if others else None
+        return WeightsFiles("safetensors", (), indexes[0], usual=False)
+    return WeightsFiles("safetensors", tuple(sorted(others)), usual=False) if others else None
 
 
-def _find(names: Collection[str], kind: str, naming: Naming) -> Weights | None:
+def _find(names: Collection[str], kind: str, naming: Naming) -> WeightsFiles | None:
     single = naming.pattern.format("")
     if single in names:
-        return Weights(kind, (single,))
+        return WeightsFiles(kind, (single,))
     if naming.index in names:
-        return Weights(kind, (), naming.index)
+        return WeightsFiles(kind, (), naming.index)
     stem = single.removesuffix(naming.suffix)
     shards = [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+{re.escape(naming.suffix)}", name)]
-    return Weights(kind, tuple(sorted(shards)), usual=False) if shards else None
+    return WeightsFiles(kind, tuple(sorted(shards)), usual=False) if shards else None
 
 
 def find_leftovers(names: Collection[str], read: Collection[str]) -> list[str]:
