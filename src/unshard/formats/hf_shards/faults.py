@@ -13,7 +13,6 @@ from unshard.formats.hf_shards.pieces import Piece
 from unshard.formats.hf_shards.tiling import Flaw, find_flaw
 from unshard.words import count_in_words, items_in_lines, items_in_words, one_line, ranges_in_words
 
-_LISTED = 20
 _ALSO = "if the shards of the other ranks lie elsewhere, add their folder: --also DIR"
 
 
@@ -93,4 +92,4 @@ class Faults:
 
 
 def _lines(tensors: dict[str, str]) -> str:
-    return items_in_lines([f"{one_line(name)}: {what}" for name, what in tensors.items()], _LISTED)
+    return items_in_lines([f"{one_line(name)}: {what}" for name, what in tensors.items()])

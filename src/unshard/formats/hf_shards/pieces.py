@@ -83,9 +83,7 @@ def _read_offsets(path: Path, header: SafetensorsFile) -> dict[str, tuple[int, .
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         message = f"{path}: the metadata have no {SHARDING_INFO}, without which a piece has no place"
-        raise FormatError(
-            message, hint="the file was not written by torch's HuggingFaceStorageWriter, or not by it last"
-        )
+        raise FormatError(message, hint=f"torch's HuggingFaceStorageWriter did not write it, or not last: {_COPY}")
     try:
         offsets = parse_sharding_info(text)
     except ValueError as error:
