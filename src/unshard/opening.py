@@ -9,7 +9,7 @@ from typing import Any
 
 from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.collector import collector_paused
-from unshard.errors import UnshardError, UsageError, command_line, raise_all
+from unshard.errors import IncompleteError, UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Format, Source
 from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, read_config
 from unshard.formats.huggingface.reader import HuggingFace
@@ -104,11 +104,18 @@ def _contradictions(checkpoint: Checkpoint, options: MergeOptions) -> Iterator[U
                 f"`{words[name]}` contradicts what training recorded: {name} is {recorded}",
                 hint=f"leave `{words[name].partition(' ')[0]}` out: the checkpoint tells",
             )
-    if options.weights and checkpoint.weights is None and not checkpoint.problems:
+    if options.weights is None or checkpoint.problems or checkpoint.weights == options.weights:
+        return
+    if checkpoint.weights is None:
         yield UsageError(
             f"`--weights {options.weights}` chooses between two copies of the parameters, but this checkpoint "
             f"({checkpoint.title}) keeps its parameters once",
             hint="leave `--weights` out",
+        )
+    else:
+        yield IncompleteError(
+            f"`--weights {options.weights}` asks for a copy of the parameters that does not lie here",
+            hint=f"fetch the files that hold it, or take what lies here: --weights {checkpoint.weights}",
         )
 
 

@@ -134,7 +134,7 @@ def test_ranks_of_two_nodes_come_where_they_belong(stage: int, tmp_path: Path) -
     report, merged = merge(run, tmp_path / "out", also=[there.parent])
     assert same(merged, job.masters())
     assert "12 ranks" in report.checkpoint
-    unshard.verify(tmp_path / "out", against=write_run(tmp_path / "whole", job))
+    assert unshard.verify(tmp_path / "out", against=run, also=[there.parent]).holds
     assert "ranks 1, 3, 5, 7, 9, 11 are missing" in str(refuse(run, tmp_path / "no"))
 
 
@@ -190,6 +190,19 @@ def test_parameters_without_elements_take_no_place(stage: int | None, tmp_path: 
     shapes = {"first": (0,), "a": (5, 3), "empty": (0, 4), "b": (2,), "last": (3, 0)}
     job = Job(stage, 4, [weights(shapes), weights({"alone": (0, 2)}), weights({"head": (1,)}, start=90)])
     assert same(merge(write_run(tmp_path / "run", job), tmp_path / "out")[1], job.masters())
+
+
+def test_masters_that_were_asked_for_are_never_replaced(tmp_path: Path) -> None:
+    """DeepSpeed PR#8378: what was asked for as fp32 came in bf16. Unasked, the module is taken, with a warning."""
+    job = Job(2, 2, [TRAINED])
+    run = write_run(tmp_path / "run", job)
+    for file in (run / "global_step7").glob("*optim_states.pt"):
+        file.unlink()
+    assert "--weights model" in str(refuse(run, tmp_path / "no", weights="master").hint)
+    for number, options in enumerate([{}, {"weights": "model"}]):
+        report, merged = merge(run, tmp_path / f"out{number}", **options)
+        assert same(merged, job.module())
+        assert ("the module's bf16 weights were taken" in warnings(report)) == (not options)
 
 
 def test_directory_that_a_smaller_world_used_again(tmp_path: Path) -> None:
