@@ -27,9 +27,13 @@ Files = dict[str, "Saved"]
 
 @dataclass
 class Saved:
-    """One file: entries of nested dicts and lists; arrays become tensors, bytes are opcodes."""
+    """One file: entries of nested dicts and lists; arrays become tensors, bytes are opcodes.
+
+    folder: what torch.save calls the archive's folder, by the name of the file that it writes.
+    """
 
     content: dict[str, Any]
+    folder: str = "archive"
 
     def write(self, path: Path) -> None:
         file = RankFile(world(1), 0)

@@ -133,12 +133,12 @@ class RankFile:
         self._storages.append(np.ascontiguousarray(content).tobytes())
         return opcodes.storage(key, content.size, _STORAGES[kind])
 
-    def write(self, path: Path) -> None:
-        """Write the archive."""
+    def write(self, path: Path, folder: str = "archive") -> None:
+        """Write the archive, in which everything lies below `folder`."""
         pickle = opcodes.finish(b"}(" + b"".join(self._entries) + b"u")
         members: dict[str, bytes | int] = {"data.pkl": pickle, "byteorder": b"little"}
         members |= {f"data/{number}": storage for number, storage in enumerate(self._storages)}
-        write_archive(path, members | {"version": b"3\n"})
+        write_archive(path, members | {"version": b"3\n"}, folder)
 
     def tensor(self, content: Content) -> bytes:
         """A tensor with these values in a storage of its own, as opcodes."""

@@ -107,6 +107,16 @@ def is_of_tag(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_MODEL, _OPTIMIZER, _LAYER))
 
 
+def is_of_another_place(name: str, saved_as: str) -> bool:
+    """Whether a file was saved under the name of another rank, expert or layer; names of no such file tell nothing."""
+    for pattern in (_MODEL, _OPTIMIZER, _EXPERT, _LAYER):
+        now, then = pattern.fullmatch(name), pattern.fullmatch(f"{saved_as}.pt")
+        if now and then:
+            places = zip(now.groups(), then.groups(), strict=True)
+            return any(one is not None and other is not None and int(one) != int(other) for one, other in places)
+    return False
+
+
 def find_files(roots: Mapping[str, Path], tag: str) -> TagFiles:
     """The files of a tag under all roots. A further root may be the tag's directory, or have one of its name."""
     found = TagFiles()

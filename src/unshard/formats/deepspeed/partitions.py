@@ -18,8 +18,8 @@ from unshard.dtypes import F32
 from unshard.errors import FormatError, IncompleteError, UnshardError
 from unshard.formats.deepspeed.absent import FETCH
 from unshard.formats.deepspeed.files import File
-from unshard.formats.deepspeed.stored import attempt
-from unshard.formats.torch_file import Opaque, StoredTensor, read_torch_file
+from unshard.formats.deepspeed.stored import attempt, read_content
+from unshard.formats.torch_file import Opaque, StoredTensor
 from unshard.words import count_in_words, items_in_lines, ranks_in_words
 
 _MASTERS = {3: "fp32_flat_groups"}
@@ -163,7 +163,7 @@ def _note_beyond(first: Partition, beyond: Sequence[Partition]) -> Iterator[Note
 
 def read_partition(file: File, rank: int) -> Partition:
     """The content of a file of optimizer states. Raises FormatError where it is none, or of a kind that is not read."""
-    root = read_torch_file(file.path, file.name).root
+    root = read_content(file)
     state = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
     if not isinstance(state, Mapping):
         raise FormatError(f"{file.name}: holds no optimizer states of DeepSpeed (`optimizer_state_dict`)")

@@ -14,8 +14,9 @@ from typing import Any
 from unshard.checkpoint import Shape
 from unshard.errors import FormatError
 from unshard.formats.deepspeed.files import File
+from unshard.formats.deepspeed.stored import read_content
 from unshard.formats.nested import flatten
-from unshard.formats.torch_file import StoredTensor, read_torch_file
+from unshard.formats.torch_file import StoredTensor
 
 _MAX_DIMENSIONS = 64
 _MAX_ELEMENTS = 1 << 60
@@ -109,7 +110,7 @@ def read_frozen_pieces(file: File) -> FrozenPieces:
 
 
 def _read_root(file: File) -> Mapping[str, Any]:
-    root = read_torch_file(file.path, file.name).root
+    root = read_content(file)
     if not isinstance(root, Mapping) or not ("module" in root or "param_shapes" in root):
         raise FormatError(f"{file.name}: holds no model states of DeepSpeed: neither `module` nor `param_shapes`")
     return root

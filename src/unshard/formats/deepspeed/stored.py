@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unshard.errors import FormatError, UnshardError
-from unshard.formats.deepspeed.files import File
+from unshard.formats.deepspeed.files import File, is_of_another_place
 from unshard.formats.state_dict import find_state_dict, is_tensor, read_whole
 from unshard.formats.torch_file import StoredTensor, UnsupportedTensor, read_torch_file
 from unshard.tensors import Tensor
@@ -25,6 +25,20 @@ def attempt(read: Callable[[], Read], problems: list[UnshardError]) -> Read | No
         return None
 
 
+def read_content(file: File) -> Any:
+    """The object in a file. Raises FormatError where none can be read, and where it is another rank's.
+
+    Of partitions of stage 3, only the name tells the rank, and torch.save keeps the name that it wrote to.
+    """
+    read = read_torch_file(file.path, file.name)
+    if is_of_another_place(file.path.name, read.saved_as):
+        raise FormatError(
+            f"{file.name}: was saved as {read.saved_as}.pt, which is another place: files were swapped or renamed",
+            hint="give the files the names under which they were saved, or fetch them again",
+        )
+    return read.root
+
+
 def read_state(file: File, rank: int, problems: list[UnshardError]) -> dict[str, Tensor]:
     """The tensors of a file, whole, as rank `rank` of the model-parallel ones stored them.
 
@@ -34,7 +48,7 @@ def read_state(file: File, rank: int, problems: list[UnshardError]) -> dict[str,
 
 
 def _read(file: File, rank: int) -> dict[str, Tensor]:
-    content, _ = find_state_dict(read_torch_file(file.path, file.name).root, str(file.name))
+    content, _ = find_state_dict(read_content(file), str(file.name))
     read: dict[str, Tensor] = {}
     wrong: list[str] = []
     for name, value in content.items():

@@ -28,11 +28,14 @@ class TorchFile:
                nested deeper than Python's recursion, and may contain itself.
     container: how it was kept, a zip archive or the legacy stream.
     globals:   the classes and functions that the pickle names, as `module.name`.
+    saved_as:  the name, without its ending, of the file that torch.save wrote: it calls the archive's folder by it.
+               "archive" where it wrote into an open file, and "" where it kept no name.
     """
 
     root: Any = field(repr=False)
     container: Literal["zip", "legacy"]
     globals: frozenset[str]
+    saved_as: str = ""
 
 
 def read_torch_file(
@@ -74,4 +77,4 @@ def _read_zip(source: FileSlice, file: SourceFile, limits: Limits) -> TorchFile:
     root, end = unpickle(data, builder, budget, limits)
     if end != len(data):
         raise FormatError(f"{len(data) - end} bytes follow the end of the pickle")
-    return TorchFile(root, "zip", builder.globals)
+    return TorchFile(root, "zip", builder.globals, archive.folder.decode(errors="replace").rstrip("/"))
