@@ -39,7 +39,7 @@ class Saved:
         file = RankFile(world(1), 0)
         for name, entry in self.content.items():
             file.add_opcodes(name, _encode(file, entry))
-        file.write(path)
+        file.write(path, self.folder)
 
 
 @dataclass(frozen=True)

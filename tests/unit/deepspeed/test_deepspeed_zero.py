@@ -376,6 +376,21 @@ def test_replicas_of_partitions_are_not_read(tmp_path: Path) -> None:
     assert "note: ranks 3-5 have replicas" in told(checkpoint)
 
 
+@pytest.mark.parametrize("kind", ["optim", "model"])
+@pytest.mark.parametrize("twice", [False, True])
+def test_files_of_stage_3_that_were_swapped_or_copied(kind: str, twice: bool, tmp_path: Path) -> None:
+    """Nothing in them tells the rank, but for the archive's folder."""
+    it = job(3, frozen=FROZEN)
+    files = it.files()
+    for name, saved in files.items():
+        saved.folder = name.removesuffix(".pt")
+    assert values(read(it.write(tmp_path / "right", files))) == stored(it.masters())
+    one, other = [name for name in files if kind in name][1:3]
+    files[one], files[other] = files[other], files[other] if twice else files[one]
+    found = wrong(it.write(tmp_path / "wrong", files))
+    assert f"{one}: was saved as {other}, which is another place" in found
+
+
 def test_two_runs_of_other_precision_in_one_directory(tmp_path: Path) -> None:
     job(low=np.dtype(np.float16)).write(tmp_path / "tag")
     found = wrong(job().write(tmp_path / "tag"))
