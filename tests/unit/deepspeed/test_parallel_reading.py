@@ -10,6 +10,7 @@ import pytest
 
 from assembled import gather
 from unshard.checkpoint import Checkpoint
+from unshard.formats.deepspeed.states import ModelStates
 from unshard.opening import open_checkpoint
 from unshard.options import MergeOptions
 
@@ -134,3 +135,15 @@ def test_files_of_experts_are_read_where_others_stop_at_them(copy: Copy) -> None
     assert found == ""
     experts = {name.split(".")[5] for name in checkpoint.tensors if "deepspeed_experts" in name}
     assert experts == {"0", "1", "2", "3"}
+
+
+def test_without_a_configuration_the_order_of_expert_ranks_is_said(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deepspeed.initialize(config="ds.json")` saves the path alone."""
+    place = copy("moe_ep2_w4")
+    whole, _ = read(place)
+    assert not [note for note in whole.notes if note.level == "warning"]
+    monkeypatch.setattr(ModelStates, "config", property(lambda _states: {}))
+    alone, found = read(place)
+    assert found == ""
+    assert values(alone) == values(whole)
+    assert [note.text for note in alone.notes if note.level == "warning" and "use_data_before_expert" in note.text]

@@ -79,6 +79,9 @@ class RankReader:
             self.account.problems.append(error)
             return {}
         self._compare_steps(states, partitions)
+        first = partitions.partitions[0]
+        if not states.config and any(1 < count < first.ranks for count in first.counts):
+            self.account.notes.append(_order_of_experts())
         return masters
 
     def _compare_steps(self, states: ModelStates, partitions: Partitions) -> None:
@@ -132,6 +135,11 @@ class RankReader:
 
 def _expert_order(item: tuple[tuple[int | None, int], File]) -> tuple[int, int]:
     return -1 if item[0][0] is None else item[0][0], item[0][1]
+
+
+def _order_of_experts() -> Note:
+    text = "the configuration was not saved: masters of experts were put together as without "
+    return Note(f"{text}`use_data_before_expert_parallelism`; --weights model does not depend on it", (), "warning")
 
 
 def _no_values(states: ModelStates, names: Sequence[str]) -> UnshardError:
