@@ -123,7 +123,7 @@ class Job:
             module = {
                 name: array if name in self.buffers else np.zeros(0, array.dtype) for name, array in module.items()
             }
-        has_frozen = self.frozen and self.stage in (2, 3)
+        has_frozen = self.stage in (2, 3)
         frozen = {name: self._part(array, rank) if self.stage == 3 else array for name, array in self.frozen.items()}
         return {
             "module": module,

@@ -189,6 +189,7 @@ def test_second_names_of_excluded_parameters_are_not_lost(tmp_path: Path) -> Non
     assert checkpoint.problems == ()
     assert set(checkpoint.tensors) == {*TRAINED, *OTHERS}
     assert "1 parameter left out at saving had a second name" in told(checkpoint)
+    assert "saved with `exclude_frozen_parameters`" in told(checkpoint)
 
 
 @pytest.mark.parametrize("stage", STAGES)

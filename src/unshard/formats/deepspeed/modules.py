@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from unshard.checkpoint import Note
 from unshard.formats.deepspeed.account import Account
 from unshard.formats.deepspeed.files import TagFiles
 from unshard.formats.deepspeed.gathering import read_pieces
 from unshard.formats.deepspeed.states import ModelStates
 from unshard.formats.deepspeed.weights import ModuleWeights, read_weights
+
+_FROZEN_LEFT_OUT = Note(
+    "saved with `exclude_frozen_parameters`: parameters without training, if there were any, are not here"
+)
+"""Releases of 2026 record neither names nor shapes of them, stages below 2 not even that."""
 
 
 def read_module(
@@ -21,6 +27,8 @@ def read_module(
     pieces = read_pieces(files, states, rank, ranks, account.problems) if in_pieces else [states.pieces]
     weights = read_weights(states, pieces, rank, stage, account.problems)
     account.excluded |= weights.excluded
+    if stage >= 2 and states.recorded.get("frozen_param_shapes", {}) is None:
+        account.notes.append(_FROZEN_LEFT_OUT)
     account.kinds.update([one.dtype.name for name, one in weights.stored.items() if name not in states.buffers])
     account.kinds.update([placeholder.dtype.name for placeholder in weights.rounded.values()])
     return weights
