@@ -347,6 +347,20 @@ class TestFaults:
         error = refuse(source, tmp_path / "out")
         assert "there is .metadata.tmp beside the metadata: a later save was interrupted" in error.message
 
+    def test_saves_with_and_without_metadata_of_each_rank_in_one_directory(self, source: Path, tmp_path: Path) -> None:
+        """Each writes files of the same names; the earlier one's metadata may still fit what the later one wrote."""
+        shutil.copy(source / ".metadata", source / "__0.metadata")
+        error = refuse(source, tmp_path / "out")
+        assert "there are metadata of ranks beside .metadata: two saves were written here" in error.message
+
+    def test_a_later_save_of_each_rank_that_was_interrupted(self, source: Path, tmp_path: Path) -> None:
+        for path in sorted(source.glob("*.distcp")):
+            shutil.copy(source / ".metadata", source / f"__{path.name[2]}.metadata")
+        (source / ".metadata").unlink()
+        (source / "__1.metadata.tmp").write_bytes(b"")
+        error = refuse(source, tmp_path / "out")
+        assert "there is __1.metadata.tmp beside the metadata: a later save was interrupted" in error.message
+
     def test_files_that_nothing_is_recorded_of(self, source: Path, tmp_path: Path) -> None:
         """A smaller world saved into the directory of a larger one. A rank without data may leave an empty file."""
         shutil.copy(source / "__3_0.distcp", source / "__4_0.distcp")

@@ -72,12 +72,17 @@ class Directory:
         """Problems that show in the names of the files: saves that were cut short, files that are there twice."""
         names = self._names()
         described = {int(match[1]) for name in names if (match := RANK_METADATA.fullmatch(name))}
-        unfinished = [name for name in names if UNFINISHED.fullmatch(name)]
-        if METADATA not in names and described:
+        unfinished = sorted([name for name in names if UNFINISHED.fullmatch(name)])
+        missing: set[int] = set()
+        if METADATA not in names:
             missing = {rank for name in names if (rank := rank_of(name)) is not None} | set(range(max(described)))
-            if missing := missing - described:
-                text = f"{self.folders[0].path}: every rank has metadata of its own; those of {ranks_in_words(missing)}"
-                yield IncompleteError(f"{text} are missing", hint=_INTERRUPTED)
+            missing -= described
+        elif described:
+            text = f"{self.folders[0].path}: there are metadata of ranks beside {METADATA}: two saves were written here"
+            yield IncompleteError(f"{text}, and files may be of either", hint=_EARLIER)
+        if missing:
+            text = f"{self.folders[0].path}: every rank has metadata of its own; those of {ranks_in_words(missing)}"
+            yield IncompleteError(f"{text} are missing", hint=_INTERRUPTED)
         elif unfinished:
             text = f"{self.folders[0].path}: there is {unfinished[0]} beside the metadata: a later save was"
             yield IncompleteError(f"{text} interrupted, and files may be of either", hint=_EARLIER)
