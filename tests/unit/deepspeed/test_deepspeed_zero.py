@@ -500,7 +500,22 @@ def test_optimizer_states_that_nothing_names(tmp_path: Path) -> None:
     files["mp_rank_00_model_states.pt"].content["param_shapes"] = None
     checkpoint = read(it.write(tmp_path / "tag", files))
     assert values(checkpoint) == stored(it.module())
-    assert "warning: optimizer states lie here, but no `param_shapes`" in told(checkpoint)
+    assert "warning: the optimizer's masters lie here, but no `param_shapes`" in told(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
+def test_masters_of_a_job_without_zero_are_told_and_not_guessed(tmp_path: Path, key: str) -> None:
+    it = job(1)
+    files = {"mp_rank_00_model_states.pt": it.files()["mp_rank_00_model_states.pt"]}
+    content = files["mp_rank_00_model_states.pt"].content
+    content |= {"param_shapes": None, "optimizer": {key: []}, "ds_config": {"zero_optimization": {"stage": 0}}}
+    place = it.write(tmp_path / "tag", files)
+    assert values(read(place)) == stored(it.module())
+    assert "warning: the optimizer's masters lie here" in told(read(place))
+    chosen = read(place, "model")
+    assert chosen.weights == "model"
+    assert values(chosen) == stored(it.module())
+    assert "the optimizer's masters lie here" not in told(chosen)
 
 
 def test_files_of_other_checkpoint_engines(tmp_path: Path) -> None:

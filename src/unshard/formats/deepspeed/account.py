@@ -30,7 +30,7 @@ class Account:
     stage:     of ZeRO.
     ranks:     data-parallel ranks over which masters are partitioned; None where there are no partitions.
     bare:      model-parallel ranks without a file of optimizer states, though their masters are partitioned.
-    nameless:  whether optimizer states lie there of which nothing tells the parameters' places.
+    nameless:  whether masters lie there of which nothing tells the parameters.
     """
 
     problems: list[UnshardError] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Account:
     def _line_on_weights(self) -> Iterator[Note]:
         low = " and ".join([_IN_WORDS[kind] for kind in _LOW if self.kinds[kind]])
         if self.nameless:
-            text = "optimizer states lie here, but no `param_shapes` that would tell which parameters they are of"
+            text = "the optimizer's masters lie here, but no `param_shapes` that would tell whose they are"
             yield Note(f"{text}: the module's {low or 'own'} weights were taken", level="warning")
         elif self.taken == "master":
             other = f"; --weights model takes the {low} weights" if low else ""

@@ -56,10 +56,10 @@ class RankReader:
         """What the optimizer files of a rank hold; None without any, and where they are not wanted."""
         files = {place[0]: file for place, file in self.files.optimizer.items() if place[1] == rank}
         if self.wanted == "model" and states.stage < 3:
-            self.account.taken = "model" if files or states.groups is not None else None
+            self.account.taken = "model"
             return None
         if states.groups is None:
-            self.account.nameless |= bool(files)
+            self.account.nameless |= bool(files) or states.has_nameless_masters
             return None
         if not files:
             self.account.bare.append(rank)

@@ -58,6 +58,15 @@ class ModelStates:
     recorded: Mapping[str, Any]
 
     @property
+    def has_nameless_masters(self) -> bool:
+        """Whether a job without ZeRO saved masters: by their number, and nothing says which parameters they are.
+
+        Source: DeepSpeed `runtime/fp16/unfused_optimizer.py` and `fused_optimizer.py` (`state_dict`).
+        """
+        optimizer = self.recorded.get("optimizer")
+        return isinstance(optimizer, Mapping) and any(key in optimizer for key in ("fp32_groups", "fp32_groups_flat"))
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """`ds_config`, as far as it is one."""
         config = self.recorded.get("ds_config")
