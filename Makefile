@@ -9,6 +9,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 TORCH ?= 2.13.0
+DEEPSPEED ?= 0.19.8
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
 
@@ -72,6 +73,8 @@ $(VENV)/.torch: $(VENV)/.pip
 	  || $(INSTALL) "torch==$(TORCH)"
 	@touch $@
 
+# DeepSpeed builds itself with the PyTorch that is there; where it cannot, the few tests that ask it are skipped.
 $(VENV)/.test: pyproject.toml $(VENV)/.torch $(VENV)/.package
 	$(INSTALL) --group test
+	-$(INSTALL) --no-build-isolation "deepspeed==$(DEEPSPEED)" setuptools wheel
 	@touch $@
