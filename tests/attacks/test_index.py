@@ -175,6 +175,23 @@ def test_without_an_index_missing_shards_are_told(sharded: Path) -> None:
     assert "2 of 3 weights files are missing, the first of them number 1" in messages(read(sharded))
 
 
+def test_a_number_above_the_count_stands_for_no_missing_shard(sharded: Path) -> None:
+    """Such a file made up for a missing one where as many lay there as there should be, and broke us where more did."""
+    (sharded / INDEX).unlink()
+    stray = sharded / "model-00077-of-00002.safetensors"
+    stray.write_bytes((sharded / FIRST).read_bytes())
+    assert "number 77, which is none of 2" in messages(read(sharded))
+    (sharded / SECOND).unlink()
+    assert "number 77, which is none of 2" in messages(read(sharded))
+
+
+def test_shards_may_be_counted_from_0(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    (sharded / FIRST).rename(sharded / "model-00000-of-00002.safetensors")
+    (sharded / SECOND).rename(sharded / "model-00001-of-00002.safetensors")
+    assert not read(sharded).problems
+
+
 def test_pieces_of_tensors_are_not_taken_for_a_model(sharded: Path) -> None:
     header = (
         b'{"__metadata__":{"DCP_SHARDING_INFO":"{\\"a\\": {\\"saved_offsets\\": [4]}}"},'

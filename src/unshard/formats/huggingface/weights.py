@@ -93,9 +93,14 @@ def check_numbering(files: Sequence[str]) -> list[UnshardError]:
         counts = " and ".join(f"{len(found)} of {count}" for count, found in sorted(numbers.items()))
         return [IncompleteError(f"the shards are from several saves: {counts}", hint="delete those of the older saves")]
     for count, found in numbers.items():
-        missing = count - len(found)
+        start = min({1, *found})  # some tools count from 0
+        inside = {number for number in found if number < start + count}
+        if strays := sorted(found - inside):
+            message = f"a weights file has number {strays[0]}, which is none of {count}"
+            return [IncompleteError(message, hint="delete the files that do not belong to this save")]
+        missing = count - len(inside)
         if missing:
-            first = next(number for number in range(1, count + 1) if number not in found)
+            first = next(number for number in range(start, start + count) if number not in inside)
             message = f"{missing} of {count} weights files are missing, the first of them number {first}"
             return [IncompleteError(message, hint="fetch the missing files")]
     return []
