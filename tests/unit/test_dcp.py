@@ -286,6 +286,16 @@ def test_types_that_we_do_not_hold_are_named(tmp_path: Path) -> None:
     assert container.tensors == {}
 
 
+@pytest.mark.parametrize("stored", [(2,), (2, 2, 1), ()])
+def test_a_piece_with_other_axes_than_recorded_is_named(tmp_path: Path, stored: tuple[int, ...]) -> None:
+    """Files of two saves that were mixed: looking for the mesh that explains the sizes broke on other axes."""
+    writer = db.Writer(tmp_path)
+    writer.declare("w", (4, 2))
+    writer.write("w", (0, 0), np.ones(stored, np.float32), sizes=(2, 2))
+    writer.write("w", (2, 0), np.ones((2, 2), np.float32), "__3_0.distcp")
+    assert f"of shape [2, 2]; stored {list(stored)} in __0_0.distcp" in str(only_problem(read(writer.finish())))
+
+
 def test_a_shape_other_than_recorded_is_named(tmp_path: Path) -> None:
     writer = db.Writer(tmp_path)
     writer.declare("w", (4, 2))

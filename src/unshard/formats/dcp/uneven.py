@@ -50,7 +50,8 @@ def settle(
 
 
 def _is_whole_but(axis: int, shape: tuple[int, ...], piece: Written) -> bool:
-    return all(
+    """Whether a piece is cut along no other axis. What is in the file may have other axes altogether."""
+    return len(piece.sizes) == len(shape) and all(
         other == axis
         or (piece.recorded.offsets[other] == 0 and piece.recorded.sizes[other] == piece.sizes[other] == size)
         for other, size in enumerate(shape)
