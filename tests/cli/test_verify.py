@@ -318,3 +318,27 @@ def test_whatever_byte_of_an_archive_is_damaged_is_told_and_no_bug(source: Path,
         damaged[place] ^= 0x81
         file.write_bytes(damaged)
         assert all(isinstance(problem, VerificationError) for problem in check_weights_file(file))
+
+
+@pytest.mark.parametrize("words", [("--names", "stored"), ("--weights-only",)], ids=" ".join)
+def test_stored_names_hold_where_they_were_asked_for(
+    words: tuple[str, ...], committed_golden: Path, tmp_path: Path
+) -> None:
+    """Megatron's names are not those of the config that `--names stored` writes beside them."""
+    case = committed_golden / "megatron_legacy_tp2"
+    options = ("--config", str(case / "hf"), *words)
+    output = merge(case / "ckpt", tmp_path / "out", *options)
+    assert run("verify", output, *words).code == 0
+    assert run("verify", output, "--against", case / "ckpt", *options).code == 0
+
+
+def test_a_model_that_was_rounded_holds_against_the_model_it_was_merged_from(
+    committed_golden: Path, tmp_path: Path
+) -> None:
+    source = committed_golden / "hf_shards_whole" / "truth"
+    output = merge(source, tmp_path / "out", "--dtype", "bf16")
+    assert run("verify", output, "--against", source).code == 8
+    code, stdout, stderr = run("verify", output, "--against", source, "--dtype", "bf16", "-v")
+    assert code == 0, stderr
+    assert "12 of 12 tensors identical" in stdout
+    assert "as `--dtype bf16` rounds it" in stdout

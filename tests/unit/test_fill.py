@@ -361,6 +361,18 @@ def test_a_base_model_of_other_sizes_is_refused_with_both_shapes(tmp_path: Path)
     assert "model.norm.weight: shape [16], expected [8]" in error.message
 
 
+def test_a_head_does_not_take_the_place_of_the_embedding_that_a_base_model_gives(tmp_path: Path) -> None:
+    """`--tie-word-embedding` made the trained head the embedding, and left the config untied without a head."""
+    source = write_checkpoint(tmp_path / "ckpt", QWEN2, ("model.embed_tokens.weight",))
+    base = write_base(tmp_path / "base", QWEN2)
+    error = refuse(source, tmp_path / "out", fill_from=base, tie_embeddings=True)
+    assert "lm_head.weight in the place of model.embed_tokens.weight" in error.message
+    report = merge(source, tmp_path / "tied", tie_embeddings=True)
+    assert "tie_word_embeddings becomes true" in note_on(report, "tie_word_embeddings")[0]
+    assert json.loads((tmp_path / "tied" / "config.json").read_text())["tie_word_embeddings"] is True
+    assert unshard.verify(tmp_path / "tied").holds
+
+
 def test_a_misshapen_tensor_of_the_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     arrays = {name: numbers(*shape) for name, shape in shapes_of(QWEN2, in_file=False).items()}
     source = write_ranks(tmp_path / "ckpt", world(2), {**arrays, "model.norm.weight": numbers(6)}, **QWEN2)

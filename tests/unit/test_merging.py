@@ -110,3 +110,8 @@ def test_a_checkpoint_is_not_overwritten_by_its_own_merge(tmp_path: Path) -> Non
     with pytest.raises(OutputError, match="is where this merge reads from"):
         merge(source, source, MergeOptions(overwrite=True))
     assert tree(source) == before
+
+
+def test_weights_only_writes_no_config_and_no_side_files(tmp_path: Path) -> None:
+    merge(COMMITTED / "deepspeed_z2_bf16" / "ckpt", tmp_path / "out", MergeOptions(weights_only=True))
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]

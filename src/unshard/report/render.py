@@ -25,7 +25,7 @@ WEIGHTS_IN_WORDS: Mapping[Weights, str] = {
 }
 """Which of two copies of the parameters was taken."""
 
-UNKNOWN_MODEL = "unknown to unshard: names were not checked against an architecture"
+UNKNOWN_MODEL = "unknown: names were not checked against an architecture"
 
 
 def print_report(console: Console, report: Report, *, verbose: bool) -> None:

@@ -31,7 +31,7 @@ class Findings:
         elif is_adapter:
             self.unproven.append("that the adapter fits its base model: load both")
         else:
-            self.unproven.append("that the names are right for the architecture: no family of unshard knows it")
+            self.unproven.append("that the names are right for the architecture: they were not checked against one")
 
     def add_replicas(self, *, compared: bool) -> None:
         """Several ranks hold the same pieces; one of each was read."""

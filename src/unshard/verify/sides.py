@@ -5,7 +5,7 @@ checkpoint, so that both sides speak of the same tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +16,7 @@ from unshard.errors import VerificationError, raise_all
 from unshard.families.naming.ties import find_tied
 from unshard.formats.contract import Source
 from unshard.formats.huggingface.reader import HuggingFace
+from unshard.formats.huggingface.target import cast_values
 from unshard.locate import detect
 from unshard.model_files import ADAPTER_CONFIG, ADAPTER_DIRECTORY, is_adapter_file
 from unshard.opening import open_checkpoint
@@ -93,7 +94,9 @@ def make_side(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -> 
 
     Raises an UnshardError where a checkpoint does not make a model, and where a model's structure does not hold.
     """
-    return _read_model(catalog, thorough=thorough) if is_model(catalog, options) else _plan_model(catalog, options)
+    if is_model(catalog, options):
+        return _read_model(catalog, options, thorough=thorough)
+    return _plan_model(catalog, options)
 
 
 def _plan_model(catalog: Checkpoint, options: MergeOptions) -> Side:
@@ -121,15 +124,21 @@ def _planned_adapters(target: Target) -> Iterator[tuple[str, Mapping[str, Any]]]
             yield str(path.parent), json.loads(b"".join([data for _, data in file.literals]))
 
 
-def _read_model(catalog: Checkpoint, *, thorough: bool) -> Side:
-    """A Hugging Face directory, under its own names; names and shapes are checked against its own config."""
+def _read_model(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -> Side:
+    """A Hugging Face directory, under its own names; names and shapes are checked against its own config.
+
+    Not against it are checked the names of a model that was merged with stored ones, as the options say. What it was
+    merged from is in the type that `--dtype` gave it.
+    """
     if thorough:
         _check_structure(catalog)
     family = None
+    uncast: Collection[str] = ()
     if catalog.config is not None and not is_adapter(catalog):
-        model = families.name_model(catalog.tensors, catalog.config, MergeOptions(), None)
+        naming = MergeOptions(names="stored" if options.names == "stored" else "hub", weights_only=options.weights_only)
+        model = families.name_model(catalog.tensors, catalog.config, naming)
         raise_all(model.problems)
-        family = model.family
+        family, uncast = model.family, model.uncast
     tensors: dict[str, Value] = dict(catalog.tensors)
     adapters: dict[str, Mapping[str, Any]] = {}
     if is_adapter(catalog):
@@ -140,8 +149,12 @@ def _read_model(catalog: Checkpoint, *, thorough: bool) -> Side:
         adapters[directory] = adapter.adapter or {}
         for name, tensor in adapter.tensors.items():
             tensors[_name_in(directory, name)] = move_under(tensor, "source", directory)
+    notes = list(catalog.notes)
+    if not thorough and options.dtype != "keep":
+        tensors = cast_values(tensors, options.dtype, uncast)
+        notes.append(Note(f"compared with `{catalog.roots['source']}` as `--dtype {options.dtype}` rounds it"))
     ties = find_tied(tensors, catalog.config or {})
-    return Side(tensors, catalog.roots, ties, adapters, family, catalog.notes)
+    return Side(tensors, catalog.roots, ties, adapters, family, tuple(notes))
 
 
 def _adapters_below(catalog: Checkpoint) -> Iterator[tuple[str, Checkpoint]]:

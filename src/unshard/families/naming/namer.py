@@ -83,7 +83,8 @@ class Namer:
         drop_recomputed(draft, frozenset(reference.tensors) if reference else frozenset())
         tied = False
         if architecture is None or architecture.is_language_model:
-            tied = settle_ties(draft, self.config, self.options.tie_embeddings, self.base or ())
+            offered = base.tensors if base else ()
+            tied = settle_ties(draft, self.config, self.options.tie_embeddings, self.base or (), offered)
         expected = self._expect(architecture, tied=tied)
         explained = rewritten.explained | self._fill(architecture, expected, left_out, base)
         if reference is not None:

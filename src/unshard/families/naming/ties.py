@@ -31,11 +31,18 @@ _HINT = (
 )
 
 
-def settle_ties(draft: Draft, config: Mapping[str, Any], wanted: bool | None, known: Collection[str]) -> bool:
+def settle_ties(
+    draft: Draft,
+    config: Mapping[str, Any],
+    wanted: bool | None,
+    known: Collection[str],
+    offered: Collection[str] = (),
+) -> bool:
     """Leave out a head that is tied to the embedding, claim that both are equal, and answer whether they are tied.
 
-    wanted: what the user asked for (`MergeOptions.tie_embeddings`).
-    known:  names that the architecture has, if any are known.
+    wanted:  what the user asked for (`MergeOptions.tie_embeddings`).
+    known:   names that the architecture has, if any are known.
+    offered: names that a base model gives where the checkpoint has none.
     """
     tied = is_tied(config)
     head = next((name for name in _PAIRS if name in draft.tensors), None)
@@ -43,7 +50,9 @@ def settle_ties(draft: Draft, config: Mapping[str, Any], wanted: bool | None, kn
         return _without_head(draft, config, tied, wanted)
     embedding = next((name for name in _PAIRS[head] if name in draft.tensors), None)
     if embedding is None:
-        return _without_embedding(draft, head, tied or wanted is True, known)
+        if wanted and not tied:
+            return _tie_without_embedding(draft, config, head, known, offered)
+        return _without_embedding(draft, head, tied, known)
     if wanted is False or not (tied or wanted):
         if tied:
             _say_in_config(draft, config, False, f"{head} and {embedding} are both kept")
@@ -93,6 +102,19 @@ def _without_head(draft: Draft, config: Mapping[str, Any], tied: bool, wanted: b
     if wanted and not tied:
         _say_in_config(draft, config, True, "there is no lm_head, and the embedding serves as asked")
     return tied or wanted is True
+
+
+def _tie_without_embedding(
+    draft: Draft, config: Mapping[str, Any], head: str, known: Collection[str], offered: Collection[str]
+) -> bool:
+    """The same where the user alone ties them. With an embedding of the base model's there would be two matrices."""
+    other = next((name for name in _PAIRS[head] if name in offered), None)
+    if other is not None:
+        message = f"--tie-word-embedding would put {head} in the place of {other}, which --fill-from gives"
+        draft.problems.append(UsageError(message, hint="leave one of the two out: both is not one model"))
+        return False
+    _say_in_config(draft, config, True, f"{head} is tied to the embedding as asked")
+    return _without_embedding(draft, head, True, known)
 
 
 def _without_embedding(draft: Draft, head: str, tied: bool, known: Collection[str]) -> bool:

@@ -31,8 +31,8 @@ _ADAPTER_NAME = re.compile(r"[\w\- +.]*[\w\-]")
 def lay_out(model: Model, source: Checkpoint, options: MergeOptions, adapters: Sequence[Adapter]) -> Target:
     """All files of the output: weights (one file, or several and an index), side files, adapters.
 
-    `source` gives the assets, the parsed config and the roots of both. An output without base weights is a PEFT adapter
-    directory itself; of the assets it gets the tokenizer's. Raises ModelError where names cannot be written, and where
+    `source` gives the assets, the parsed config and the roots of both; `--weights-only` takes none of the former. An
+    output without base weights is a PEFT adapter directory itself; of the assets it gets the tokenizer's. Raises ModelError where names cannot be written, and where
     there is nothing to write.
     """
     if not model.tensors and not adapters:
@@ -42,7 +42,8 @@ def lay_out(model: Model, source: Checkpoint, options: MergeOptions, adapters: S
         values = cast_values(model.tensors, options.dtype, model.uncast)
         files.notes += _note_uncast(values, model.uncast, options)
         _add_weights(values, model.layout, options, files)
-        _add_assets(source.assets, source, list(values.values()), model, files)
+        if not options.weights_only:
+            _add_assets(source.assets, source, list(values.values()), model, files)
     else:
         _add_assets([asset for asset in source.assets if is_tokenizer_file(asset.path)], source, [], model, files)
     for adapter in adapters:
