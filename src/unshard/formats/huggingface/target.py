@@ -32,8 +32,8 @@ def lay_out(model: Model, source: Checkpoint, options: MergeOptions, adapters: S
     """All files of the output: weights (one file, or several and an index), side files, adapters.
 
     `source` gives the assets, the parsed config and the roots of both; `--weights-only` takes none of the former. An
-    output without base weights is a PEFT adapter directory itself; of the assets it gets the tokenizer's. Raises ModelError where names cannot be written, and where
-    there is nothing to write.
+    output without base weights is a PEFT adapter directory itself; of the assets it gets the tokenizer's. Raises
+    ModelError where names cannot be written, and where there is nothing to write.
     """
     if not model.tensors and not adapters:
         raise ModelError("there are no tensors to write")
