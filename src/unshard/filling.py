@@ -34,7 +34,7 @@ def open_base(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
     if place is None:
         return checkpoint, None
     _refuse_contradictions(options)
-    found = open_reference(place)
+    found = open_reference(place, options)
     if found.adapter is not None or any("lora_" in name for name in found.tensors):
         raise UsageError(f"`--fill-from {place}`: a PEFT adapter lies there, not a base model")
     if checkpoint.config is None:
@@ -42,6 +42,8 @@ def open_base(checkpoint: Checkpoint, options: MergeOptions) -> tuple[Checkpoint
     _compare_configs(checkpoint.config, found.config, place)
     tensors = families.name_model(found.tensors, found.config or checkpoint.config, MergeOptions()).tensors
     moved = {name: _move(value) for name, value in tensors.items() if isinstance(value, Tensor)}
+    notes = [replace(note, text=f"`{place}`: {note.text}") for note in found.notes]
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
     return replace(checkpoint, roots={**checkpoint.roots, FILL_ROOT: place}), Base(moved, str(place))
 
 

@@ -39,7 +39,7 @@ def open_checkpoint(path: Path, options: MergeOptions | None = None) -> Checkpoi
     options = options or MergeOptions()
     found, place = locate(path, options.also)
     _refuse_words_for_others(found, place, options)
-    reference = open_reference(options.shapes_from) if options.shapes_from else None
+    reference = open_reference(options.shapes_from, options) if options.shapes_from else None
     config = _given_config(options.config)
     shapes = ShapeTeller(reference, config)
     source = Source(
@@ -134,16 +134,20 @@ def _given_config(place: Path | None) -> Mapping[str, Any] | None:
     return read_config(file) if file is not None and file.is_file() else None
 
 
-def open_reference(path: Path) -> Checkpoint:
-    """The Hugging Face directory of a reference model. Raises UsageError where there is none, and all that is wrong."""
+def open_reference(path: Path, options: MergeOptions) -> Checkpoint:
+    """The Hugging Face directory of a reference model. Raises UsageError where there is none, and all that is wrong.
+
+    Its index is repaired where the options say so. What is wrong is told with the directory, for the checkpoint has
+    files of the same names.
+    """
     reader = HuggingFace()
     if reader.detect(path) is None:
         raise UsageError(
             f"`{path}` is no Hugging Face model directory: neither safetensors nor pytorch_model.bin lies there",
             hint=command_line("ls", path),
         )
-    reference = reader.read(Source(path))
-    raise_all(reference.problems)
+    reference = reader.read(Source(path, repair_index=options.repair_index))
+    raise_all([type(problem)(f"`{path}`: {problem.message}", hint=problem.hint) for problem in reference.problems])
     return reference
 
 

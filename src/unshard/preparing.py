@@ -77,7 +77,7 @@ def decide(checkpoint: Checkpoint, options: MergeOptions, source: str = "SRC") -
         base = {**base, **translation.computed}
     if options.adapter_only and not split.adapters:
         problems.append(UsageError("the checkpoint holds no LoRA adapter", hint="leave `--adapter-only` out"))
-    reference = open_reference(Path(options.names)) if options.names not in ("hub", "stored") else None
+    reference = open_reference(Path(options.names), options) if options.names not in ("hub", "stored") else None
     excluded = adapters.strip_names(strip_all(checkpoint.excluded)) if split.adapters else checkpoint.excluded
     model = Model({})
     if base or filler is not None:

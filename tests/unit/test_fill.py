@@ -341,6 +341,24 @@ def test_missing_base_weights_of_an_adapter_lead_to_a_base_model_or_to_the_adapt
     assert "--fill-from DIR" in str(refuse(alone, tmp_path / "fused", fuse_lora=True).hint)
 
 
+def test_a_wrong_index_of_the_base_model_is_told_with_its_place_and_repaired_when_asked(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "ckpt", QWEN2, ("model.norm.weight",))
+    base = tmp_path / "base"
+    merge(write_base(tmp_path / "whole", QWEN2), base, max_shard_size=600)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["model.norm.weight"] = next(
+        file for file in files if file != index["weight_map"]["model.norm.weight"]
+    )
+    write_json(base / "model.safetensors.index.json", index)
+    error = refuse(source, tmp_path / "out", fill_from=base)
+    assert error.message.startswith(f"`{base}`: model.safetensors.index.json names the wrong file")
+    assert "--repair-index" in str(error.hint)
+    report = merge(source, tmp_path / "out", fill_from=base, repair_index=True)
+    assert f"`{base}`: " in note_on(report, "model.safetensors.index.json")[0]
+    assert unshard.verify(tmp_path / "out", source, fill_from=base, repair_index=True).holds
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
