@@ -136,7 +136,8 @@ def _read_model(catalog: Checkpoint, options: MergeOptions, *, thorough: bool) -
     uncast: Collection[str] = ()
     if catalog.config is not None and not is_adapter(catalog):
         naming = MergeOptions(names="stored" if options.names == "stored" else "hub", weights_only=options.weights_only)
-        model = families.name_model(catalog.tensors, catalog.config, naming)
+        place = str(catalog.roots["source"])
+        model = families.name_model(catalog.tensors, catalog.config, naming, source=place)
         raise_all(model.problems)
         family, uncast = model.family, model.uncast
     tensors: dict[str, Value] = dict(catalog.tensors)
