@@ -11,7 +11,7 @@ from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.collector import collector_paused
 from unshard.errors import IncompleteError, UnshardError, UsageError, command_line, raise_all
 from unshard.formats.contract import Format, Source
-from unshard.formats.huggingface.assets import find_assets, is_tokenizer_file, read_config
+from unshard.formats.huggingface.assets import SideFilesError, find_assets, is_tokenizer_file, read_config
 from unshard.formats.huggingface.reader import HuggingFace
 from unshard.formats.surroundings import read_adapter_facts
 from unshard.locate import explain, locate
@@ -154,16 +154,16 @@ def open_reference(path: Path, options: MergeOptions) -> Checkpoint:
 def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
     """The checkpoint with what `--config` brings instead of its own.
 
-    A directory brings config.json, all side files, and what it knows of adapters; but where the checkpoint has a
-    tokenizer and no config, as NeMo-RL's have, its own tokenizer stays. A file, whatever its name, is config.json; all
-    else stays.
+    A directory brings config.json, all side files, and what it knows of adapters, whatever is wrong with the
+    checkpoint's own config; but where the checkpoint has a tokenizer and no config, as NeMo-RL's have, its own
+    tokenizer stays. A file, whatever its name, is config.json; all else stays.
     """
     if not place.is_dir():
         return _with_config_file(checkpoint, place)
     config, assets = find_assets(place, CONFIG_ROOT)
     if config is None:
         raise UsageError(f"`--config {place}`: no config.json lies there", hint=command_line("ls", place))
-    problems: list[UnshardError] = []
+    problems = [problem for problem in checkpoint.problems if not isinstance(problem, SideFilesError)]
     adapter = read_adapter_facts([place], problems) or checkpoint.adapter
     notes = [Note(f"config and side files come from `{place}`")]
     own = [asset for asset in checkpoint.assets if is_tokenizer_file(asset.path)] if checkpoint.config is None else []
@@ -174,7 +174,7 @@ def _with_config(checkpoint: Checkpoint, place: Path) -> Checkpoint:
         checkpoint,
         config=config,
         adapter=adapter,
-        problems=(*checkpoint.problems, *problems),
+        problems=tuple(problems),
         assets=assets,
         roots={**checkpoint.roots, CONFIG_ROOT: place},
         notes=(*checkpoint.notes, *notes),

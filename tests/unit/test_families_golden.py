@@ -34,7 +34,7 @@ PLAIN = [case for case in WHOLE if not any(word in case.name for word in (*OTHER
 
 
 def truth_of(case: GoldenCase) -> Checkpoint:
-    return open_reference(case.directory / "truth")
+    return open_reference(case.directory / "truth", MergeOptions())
 
 
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)

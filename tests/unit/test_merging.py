@@ -115,3 +115,18 @@ def test_a_checkpoint_is_not_overwritten_by_its_own_merge(tmp_path: Path) -> Non
 def test_weights_only_writes_no_config_and_no_side_files(tmp_path: Path) -> None:
     merge(COMMITTED / "deepspeed_z2_bf16" / "ckpt", tmp_path / "out", MergeOptions(weights_only=True))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp2_w4", "dcp_fsdp2", "deepspeed_z2_bf16", "hf_shards_consolidated", "hf_shards_w2"]
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_config_replaces_malformed_side_files_as_their_error_says(tmp_path: Path, name: str, file: str) -> None:
+    case, source = COMMITTED / name, tmp_path / "ckpt"
+    shutil.copytree(case / "ckpt", source)
+    for malformed in source.rglob(file):
+        malformed.write_text("{")
+    with pytest.raises(FormatError, match=rf"{file}: malformed") as caught:
+        merge(source, tmp_path / "out")
+    assert caught.value.hint == "mend the file, or take another with --config DIR"
+    assert merge(source, tmp_path / "out", MergeOptions(config=case / "truth")).family

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unshard.checkpoint import Checkpoint
-from unshard.errors import FormatError
+from unshard.formats.huggingface.assets import SideFilesError
 from unshard.formats.megatron.beside import look_beside
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -84,7 +84,7 @@ class TestDamage:
         write(tmp_path / "huggingface/config.json")
         (tmp_path / "huggingface" / name).write_text("{")
         problems = look_beside(tmp_path / "dist_ckpt").surroundings.problems
-        assert [type(problem) for problem in problems] == [FormatError]
+        assert [type(problem) for problem in problems] == [SideFilesError]
         assert name in problems[0].message
 
     def test_a_malformed_transformer_config(self, tmp_path: Path) -> None:

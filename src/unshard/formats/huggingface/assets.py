@@ -26,17 +26,24 @@ _SMALL = 16 << 20
 """Bytes. Parsed, the worst of them takes twenty-five times as much memory."""
 
 
+class SideFilesError(FormatError):
+    """A config.json or generation_config.json that is no JSON object. `--config DIR` replaces it."""
+
+
 def find_assets(directory: Path, root_name: str) -> tuple[dict[str, Any] | None, tuple[Asset, ...]]:
     """The parsed config.json of a directory (None if there is none) and all its assets, under the root `root_name`.
 
     Custom code (`*.py`) belongs to the model where a config names it in an `auto_map`. Links are followed: a hub cache
-    consists of them. Raises FormatError for a config.json or generation_config.json that is no JSON object, and for a
-    link to nothing: a damaged file is never taken for an absent one.
+    consists of them. Raises SideFilesError for a config.json or generation_config.json that is no JSON object, and
+    FormatError for a link to nothing: a damaged file is never taken for an absent one.
     """
     names = [name for name in _list_files(directory) if matches(name, _COPIED)]
-    config = read_config(directory / CONFIG) if CONFIG in names else None
-    if GENERATION_CONFIG in names:
-        read_config(directory / GENERATION_CONFIG)
+    try:
+        config = read_config(directory / CONFIG) if CONFIG in names else None
+        if GENERATION_CONFIG in names:
+            read_config(directory / GENERATION_CONFIG)
+    except FormatError as error:
+        raise SideFilesError(error.message, hint=error.hint) from None
     if any(_names_code(directory / name) for name in names if name.endswith("config.json")):
         names += [name for name in _list_files(directory) if name.endswith(".py")]
     if (directory / TEMPLATE_DIRECTORY).is_dir():

@@ -10,7 +10,7 @@ from unshard.checkpoint import Asset, Checkpoint, Note
 from unshard.errors import NotACheckpointError, UnshardError, command_line
 from unshard.formats.contract import Source
 from unshard.formats.hf_shards.file_names import find_shards_near
-from unshard.formats.huggingface.assets import find_assets, list_directory, read_config
+from unshard.formats.huggingface.assets import SideFilesError, find_assets, list_directory, read_config
 from unshard.formats.huggingface.placeholders import tell_masters, tell_placeholders
 from unshard.formats.huggingface.weights import WeightsFiles, find_weights
 from unshard.model_files import ADAPTER_CONFIG
@@ -101,10 +101,17 @@ def _read_adapter_config(directory: Path) -> dict[str, Any] | None:
 def _with_shards(
     path: Path, notes: Sequence[Note], problems: Sequence[UnshardError]
 ) -> tuple[Sequence[Note], Sequence[UnshardError]]:
-    """What is said of a model that torch put together from shards which are still there: they are the way out."""
+    """What is said of a model that torch put together from shards which are still there: they are the way out.
+
+    But not where config.json is malformed, for theirs is the same.
+    """
     shards = find_shards_near(path)
     if shards is None:
         return notes, problems
     said = Note(f"the shards that this model was put together from lie in `{shards}`, and were not read")
     hint = "merge the shards that it was put together from: " + command_line("unshard", "merge", shards, "OUT")
-    return [*notes, said], [type(problem)(problem.message, hint=hint) for problem in problems]
+    told = [
+        problem if isinstance(problem, SideFilesError) else type(problem)(problem.message, hint=hint)
+        for problem in problems
+    ]
+    return [*notes, said], told
