@@ -7,6 +7,7 @@ counted along the first axis.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -40,7 +41,7 @@ class Step(Protocol):
         ...
 
 
-class _OnEach:
+class _OnEach(ABC):
     """A step that changes every piece by itself, and fans out nowhere."""
 
     __slots__ = ()
@@ -55,11 +56,11 @@ class _OnEach:
     def backward(self, pieces: Parts, _parts: int, sizes: Sizes) -> Parts:
         return {key: self.restore(piece, sizes) for key, piece in pieces.items()}
 
-    def change(self, piece: Value, sizes: Sizes) -> Value:
-        raise NotImplementedError
+    @abstractmethod
+    def change(self, piece: Value, sizes: Sizes) -> Value: ...
 
-    def restore(self, piece: Value, sizes: Sizes) -> Value:
-        raise NotImplementedError
+    @abstractmethod
+    def restore(self, piece: Value, sizes: Sizes) -> Value: ...
 
 
 # Steps that fan out ---------------------------------------------------------------------------------------------------
